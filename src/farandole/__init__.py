@@ -1,0 +1,1 @@
+"""Distributed deep-learning training: Horovod's five-line API on living engines."""

@@ -1,0 +1,1 @@
+"""Listens to events and says where the time goes. Nothing it watches knows it."""

@@ -1,0 +1,1 @@
+"""What users' tests and ours need: ranks as threads or processes, a virtual clock, contract suites."""
