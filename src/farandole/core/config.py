@@ -1,0 +1,281 @@
+"""What can be set, and the one place that reads the environment.
+
+Each field of :class:`Settings` carries its own row of ``docs/settings.md``: the variables it is
+read from, in order of precedence, its unit, and the meaning of its special values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from farandole.core import log
+from farandole.core.address import Address
+from farandole.core.errors import UsageError
+from farandole.core.secret import Secret
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What values a knob takes: how its text is read, and which of them are accepted."""
+
+    accepted: str
+    parse: Callable[[str], Any]
+    accepts: Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One row of the table of settings."""
+
+    name: str
+    variables: tuple[str, ...]
+    """In order of precedence: ours, then Horovod's."""
+    kind: Kind
+    unit: str
+    default: Any
+    meaning: str
+    readers: Mapping[str, Callable[[str], Any]]
+    """For variables whose text says it in another way; ``None`` from one means: not said."""
+
+
+def environment() -> dict[str, str]:
+    """A snapshot of this process's environment variables."""
+    return dict(os.environ)
+
+
+def _flag(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(text)
+
+
+def _zero_if_set(text: str) -> float | None:
+    return 0.0 if _flag(text) else None
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_address(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        Address.parse(value)
+    except UsageError:
+        return False
+    return True
+
+
+def _one_of(*words: str) -> Kind:
+    return Kind(
+        "one of " + ", ".join(words), lambda text: text.strip().lower(), lambda v: v in words
+    )
+
+
+_BYTES = Kind(
+    "a whole number of bytes, at least 0",
+    int,
+    lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0,
+)
+_SECONDS = Kind("a number of seconds, at least 0", float, lambda v: _is_real(v) and v >= 0)
+_SOME_SECONDS = Kind("a number of seconds above 0", float, lambda v: _is_real(v) and v > 0)
+_INTERFACE = Kind(
+    "the name of a network interface, as in `ip link`",
+    str.strip,
+    lambda v: v is None or (isinstance(v, str) and bool(v) and not any(c.isspace() for c in v)),
+)
+_ADDRESS = Kind("host:port", str.strip, lambda v: v is None or _is_address(v))
+_SECRET = Kind(
+    "at least 32 hexadecimal digits",
+    lambda text: Secret.from_hex(text.strip()),
+    lambda v: v is None or isinstance(v, Secret),
+)
+
+
+def _knob(
+    default: Any,
+    kind: Kind,
+    *variables: str,
+    unit: str = "",
+    readers: Mapping[str, Callable[[str], Any]] | None = None,
+    meaning: str,
+) -> Any:
+    row = {
+        "kind": kind,
+        "variables": variables,
+        "unit": unit,
+        "readers": readers or {},
+        "meaning": meaning,
+    }
+    return dataclasses.field(default=default, metadata=row)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Every knob of a process, fixed at ``init()``. See ``docs/settings.md``.
+
+    A value that is not accepted raises ``UsageError``, which names the knob or the variable.
+
+    Example::
+
+        Settings(bucket_bytes=8 * 1024 * 1024)
+        Settings.from_environment({"HOROVOD_FUSION_THRESHOLD": "8388608"})   # the same
+    """
+
+    engine: str = _knob(
+        "auto",
+        _one_of("auto", "torch", "threads"),
+        "FARANDOLE_ENGINE",
+        meaning="What moves the tensors. `auto`: `threads` where the ranks are threads of one "
+        "process, else `torch` (NCCL for CUDA tensors, Gloo for CPU tensors).",
+    )
+    bucket_bytes: int = _knob(
+        25 * MIB,
+        _BYTES,
+        "FARANDOLE_BUCKET_BYTES",
+        "HOROVOD_FUSION_THRESHOLD",
+        unit="bytes",
+        meaning="Gradients travel together in buckets of about this size. 0: each parameter alone.",
+    )
+    first_bucket_bytes: int = _knob(
+        1 * MIB,
+        _BYTES,
+        "FARANDOLE_FIRST_BUCKET_BYTES",
+        unit="bytes",
+        meaning="Size of the bucket that leaves first: a small one starts the communication early.",
+    )
+    start_timeout: float = _knob(
+        120.0,
+        _SOME_SECONDS,
+        "FARANDOLE_START_TIMEOUT",
+        "HOROVOD_START_TIMEOUT",
+        unit="seconds",
+        meaning="How long all ranks together may take from start to the end of `init()`.",
+    )
+    stall_warning: float = _knob(
+        60.0,
+        _SECONDS,
+        "FARANDOLE_STALL_WARNING",
+        "HOROVOD_STALL_CHECK_DISABLE",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS",
+        unit="seconds",
+        readers={"HOROVOD_STALL_CHECK_DISABLE": _zero_if_set},
+        meaning="How long ranks wait for another one before a warning names it and shows where it "
+        "is. 0: no warning.",
+    )
+    stall_timeout: float = _knob(
+        1800.0,
+        _SECONDS,
+        "FARANDOLE_STALL_TIMEOUT",
+        "HOROVOD_STALL_CHECK_DISABLE",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        unit="seconds",
+        readers={"HOROVOD_STALL_CHECK_DISABLE": _zero_if_set},
+        meaning="How long ranks wait for another one before all of them raise `StallError`. "
+        "0: for ever.",
+    )
+    block_notice: float = _knob(
+        0.1,
+        _SOME_SECONDS,
+        "FARANDOLE_BLOCK_NOTICE",
+        unit="seconds",
+        meaning="A rank that is blocked for this long tells rank 0 where it is.",
+    )
+    deadlock_after: float = _knob(
+        2.0,
+        _SOME_SECONDS,
+        "FARANDOLE_DEADLOCK_AFTER",
+        unit="seconds",
+        meaning="When all ranks wait, but for different things, and that does not change for this "
+        "long, all of them raise `MismatchError`.",
+    )
+    network_interface: str | None = _knob(
+        None,
+        _INTERFACE,
+        "FARANDOLE_INTERFACE",
+        "HOROVOD_GLOO_IFACE",
+        meaning="The network interface for traffic between hosts. Not set: the one that routes to "
+        "rank 0; loopback when all ranks share a host.",
+    )
+    store_address: str | None = _knob(
+        None,
+        _ADDRESS,
+        "FARANDOLE_STORE",
+        meaning="Where the job's store listens (`host:port`). Set by `farandole run`; by hand only "
+        "to start ranks on several hosts without a launcher that connects them.",
+    )
+    secret: Secret | None = _knob(  # noqa: RUF009 (a field, whose default is None)
+        None,
+        _SECRET,
+        "FARANDOLE_SECRET",
+        meaning="The job's secret, the same for all its ranks, in hexadecimal. Set by `farandole "
+        "run`. Keep it out of command lines and logs.",
+    )
+    log_level: str = _knob(
+        "warning",
+        _one_of(*log.LEVELS),
+        "FARANDOLE_LOG_LEVEL",
+        "HOROVOD_LOG_LEVEL",
+        meaning="The least serious log messages that are shown.",
+    )
+
+    def __post_init__(self) -> None:
+        for knob in knobs():
+            value = getattr(self, knob.name)
+            if not knob.kind.accepts(value):
+                raise UsageError(
+                    f"Settings({knob.name}={value!r}) is not accepted: it must be "
+                    f"{knob.kind.accepted}."
+                )
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Read the environment (``None``: this process's, now); what is not set has its default.
+
+        An empty variable counts as not set. Of several variables for one knob the first in the
+        table counts. ``UsageError`` names the variable, its value and what is accepted.
+        """
+        variables = environment() if environ is None else environ
+        given: dict[str, Any] = {}
+        for knob in knobs():
+            for variable in knob.variables:
+                text = variables.get(variable, "")
+                value = _read(knob, variable, text) if text.strip() else None
+                if value is not None:
+                    given[knob.name] = value
+                    break
+        return cls(**given)
+
+
+def knobs() -> tuple[Knob, ...]:
+    """The table of settings, one row a field, in the order of the fields."""
+    return tuple(
+        Knob(name=field.name, default=field.default, **field.metadata)
+        for field in dataclasses.fields(Settings)
+    )
+
+
+def _read(knob: Knob, variable: str, text: str) -> Any:
+    reader = knob.readers.get(variable)
+    accepted = knob.kind.accepted if reader is None else "0 or 1"
+    try:
+        value = (reader or knob.kind.parse)(text)
+    except ValueError:
+        value, readable = None, False
+    else:
+        readable = value is None or knob.kind.accepts(value)
+    if not readable:
+        shown = "a value (not shown)" if knob.kind is _SECRET else repr(text)
+        raise UsageError(f"The environment variable {variable} is {shown}; accepted is {accepted}.")
+    return value
