@@ -1,1 +1,1 @@
-"""The centre: groups of ranks, their control channel, the collectives, and the engines that move the bytes."""
+"""The centre: groups of ranks, their control channel, the collectives, and the engines."""

@@ -1,1 +1,4 @@
-"""What users' tests and ours need: ranks as threads or processes, a virtual clock, contract suites."""
+"""What tests need, users' and ours.
+
+Ranks as threads or processes (``ranks``), a virtual clock, and the suites that check a contract.
+"""

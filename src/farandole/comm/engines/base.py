@@ -17,8 +17,10 @@ Guarantees
     far, and :meth:`Work.wait` makes the then current stream wait; neither blocks the host for
     longer than the launch takes.
 
-    *Failure.* Nothing hangs: when :meth:`Engine.abort` was called, or a peer vanished, every
-    pending and every later operation raises. The engine is of no more use then.
+    *Failure.* Nothing hangs: when :meth:`Engine.abort` was called, every pending and every later
+    operation raises. When a peer vanished, the ranks that find it gone do the same, and so do the
+    others as soon as those have; a rank that finds nothing out, since it begins nothing, delays
+    that, so who learns of a loss by other means aborts. The engine is of no more use then.
 
 Verbs are called by one thread at a time (the channel's); ``abort`` may come from any thread.
 """
@@ -127,9 +129,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def allgather(
-        self, output: torch.Tensor, source: torch.Tensor, counts: Sequence[int]
-    ) -> Work:
+    def allgather(self, output: torch.Tensor, source: torch.Tensor, counts: Sequence[int]) -> Work:
         """Concatenate the ranks' ``source`` (``counts[r]`` elements of any one dtype)."""
 
     @abstractmethod

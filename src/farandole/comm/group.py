@@ -1,0 +1,371 @@
+"""Group: an ordered set of ranks that can talk, at one generation.
+
+A :class:`Group` never changes. When membership changes, the old one is broken and a successor with
+the next generation takes its place; what outlives a generation holds a :class:`GroupRef`, whose
+``current`` is the group of now.
+
+The root group has all ranks of the job. Each process has one; where ranks are threads, each
+thread has its own. :func:`form_root` makes it, :func:`leave_root` gives it up, :func:`root` finds
+it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from farandole.comm import meeting
+from farandole.comm.channels import Channels
+from farandole.comm.collectives.request import Request
+from farandole.comm.collectives.verbs import Verbs
+from farandole.comm.control.channel import Control
+from farandole.comm.control.position import Position
+from farandole.comm.engines.base import Engine, Work
+from farandole.comm.handle import PATH, Handle, Line
+from farandole.comm.issue import Issuer
+from farandole.comm.meeting import Meeting
+from farandole.core import config, events, topology
+from farandole.core.clock import Deadline
+from farandole.core.config import Settings
+from farandole.core.errors import (
+    CollectiveError,
+    FarandoleError,
+    MismatchError,
+    NotInitializedError,
+    ShutDownError,
+    UsageError,
+)
+from farandole.core.store import PrefixStore, Store
+
+ResultT = TypeVar("ResultT")
+
+JOIN_LIMIT = 2.0
+"""Seconds that closing a group gives its thread to end."""
+
+
+class Group(Verbs):
+    """Ranks that can talk. Its verbs are the collectives, :meth:`split` and :meth:`close`.
+
+    All its ranks call the same verbs in the same order; any thread may call them. See
+    :class:`~farandole.comm.collectives.verbs.Verbs`.
+
+    Example::
+
+        group = form_root(Settings.from_environment()).current
+        total = group.allreduce(torch.ones(3), op=Op.SUM)
+    """
+
+    def __init__(
+        self,
+        *,
+        key: str,
+        members: tuple[int, ...],
+        hosts: tuple[str, ...],
+        control: Control,
+        settings: Settings,
+        store: Store,
+        address: str,
+        engine: str,
+    ) -> None:
+        self.key = key
+        """The same text on all members, and no other group's in this generation."""
+        self.members = members
+        """Global ranks, in the order of the ranks of this group."""
+        self.control = control
+        self.settings = settings
+        self.generation = control.generation
+        place = topology.topology_of(members.index(control.rank), hosts)
+        self.topology = place
+        self.rank = place.rank
+        self.local_rank = place.local_rank
+        self.local_size = place.local_size
+        self.cross_rank = place.cross_rank
+        self.cross_size = place.cross_size
+        self._channels = Channels(
+            key=key,
+            topology=place,
+            control=control,
+            settings=settings,
+            store=store,
+            address=address,
+            engine=engine,
+        )
+        self._lock = threading.Lock()
+        self._agreements: dict[str, int] = {}
+        self._children: list[Group] = []
+        self._closed = False
+        self._issuer = Issuer(
+            Line(key, members, control, lambda device: self.engine(PATH, device), self.explain)
+        )
+        control.on_failure(self._channels.abort)
+
+    @property
+    def broken(self) -> FarandoleError | None:
+        """Why this group is of no more use, or ``None``."""
+        return self.control.failure
+
+    def submit(self, request: Request[ResultT]) -> Handle[ResultT]:
+        """Begin ``request`` after those submitted before it; see :class:`Handle`."""
+        return self._issuer.submit(request)
+
+    def engine(self, path: str, device: torch.device) -> Engine:
+        """The engine that carries ``path`` for tensors on ``device``; the first call opens it.
+
+        Opening is collective: every member opens the same paths, each path's in the same order.
+        ``path`` is ``named`` or ``planned/<n>``; each has a channel of its own.
+        """
+        return self._channels.find(path, device)
+
+    def agree(self, topic: str, payload: bytes, what: str) -> list[bytes]:
+        """Exchange small ``payload`` with all members; theirs, in rank order.
+
+        Each topic is counted by itself: the members' k-th calls for a topic meet. ``what`` says to
+        people what it is about.
+        """
+        with self._lock:
+            self._require_open()
+            number = self._agreements.get(topic, 0)
+            self._agreements[topic] = number + 1
+        position = Position("agreement", self.key, number, what, members=self.members)
+        return self.control.allgather(
+            f"agree/{self.key}/{topic}/{number}", payload, self.members, position=position
+        )
+
+    def wait(self, work: Work, position: Position) -> None:
+        """Block until ``work`` is done, under the watch; raises what it failed with."""
+        begin = time.perf_counter()
+        try:
+            if not work.wait(0.0):
+                self.control.wait_for(work.wait, position)
+        except CollectiveError as error:
+            raise self.explain(error) from None
+        finally:
+            path = position.path.partition("/")[0]
+            events.emit(events.WaitFinished(path, time.perf_counter() - begin))
+
+    def split(self, members: Sequence[int]) -> Group | None:
+        """The group of ``members``, ranks of this one, in that order; ``None`` for the others.
+
+        Collective over this group, with the same ``members`` on every rank. The part is closed
+        with this group at the latest.
+
+        Raises ``MismatchError`` on every rank when the ranks gave different members.
+        """
+        chosen = tuple(members)
+        if len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(self.size)):
+            raise UsageError(
+                f"split() takes different ranks of this group, 0 to {self.size - 1}; "
+                f"got {list(chosen)}."
+            )
+        if not chosen:
+            raise UsageError("split() needs at least one rank.")
+        said = self.agree("split", json.dumps(chosen).encode(), f"split of {list(chosen)}")
+        if len(set(said)) > 1:
+            given = "; ".join(
+                f"rank {rank}: {text.decode()}"
+                for rank, text in zip(self.members, said, strict=True)
+            )
+            raise MismatchError(
+                f"Mismatched members of split: {given}. Pass the same ranks on every rank.",
+                ranks=self.members,
+            )
+        with self._lock:
+            number = self._agreements["split"]
+        if self.rank not in chosen:
+            return None
+        part = Group(
+            key=f"{self.key}.{number}",
+            members=tuple(self.members[rank] for rank in chosen),
+            hosts=tuple(self.topology.hosts[rank] for rank in chosen),
+            control=self.control,
+            settings=self.settings,
+            store=self._channels.store,
+            address=self._channels.address,
+            engine=self._channels.engine,
+        )
+        with self._lock:
+            self._children = [*(each for each in self._children if not each._closed), part]
+        return part
+
+    def explain(self, error: FarandoleError) -> FarandoleError:
+        """The group's account of what a transport reported as ``error``, which breaks the group.
+
+        A transport notices a lost rank as a closed connection, often of a rank that has itself
+        only given up. The control channel knows who was first.
+        """
+        return error if self._closed else copy.copy(self.control.fail(error))
+
+    def close(self) -> None:
+        """Give up threads, sockets and memory. Work in flight fails; idempotent.
+
+        The group's control channel stays: it belongs to the root.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            children = list(self._children)
+        for child in children:
+            child.close()
+        error = ShutDownError(
+            "Horovod has been shut down: this process called shutdown() while the collective was "
+            "in flight, or before it was called. Call init() again to use collectives."
+        )
+        self._issuer.close(error)
+        self._channels.close(error)
+        self._issuer.join(JOIN_LIMIT)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ShutDownError("This group was shut down. Call init() again to use collectives.")
+
+
+class GroupRef:
+    """Refers to the group of now, over its generations."""
+
+    def __init__(self) -> None:
+        self._group: Group | None = None
+        self.lock = threading.RLock()
+        """Held while the group is replaced."""
+        self.meeting: Meeting | None = None
+        """Where this ref's groups form."""
+
+    @property
+    def current(self) -> Group:
+        """The group of now. Raises ``NotInitializedError`` when there is none."""
+        group = self._group
+        if group is None:
+            raise NotInitializedError("Horovod has not been initialized; use hvd.init().")
+        return group
+
+    @property
+    def formed(self) -> bool:
+        """Whether there is a group now."""
+        return self._group is not None
+
+    def replace(self, group: Group | None) -> None:
+        """Make ``group`` the current one."""
+        self._group = group
+
+
+_process_ref = GroupRef()
+_thread_ref: contextvars.ContextVar[GroupRef | None] = contextvars.ContextVar(
+    "farandole_root", default=None
+)
+
+
+def _own_ref() -> GroupRef:
+    if topology.assigned.get() is None:
+        return _process_ref
+    ref = _thread_ref.get()
+    if ref is None:
+        ref = GroupRef()
+        _thread_ref.set(ref)
+    return ref
+
+
+def root() -> GroupRef:
+    """The ref to the root group. Raises ``NotInitializedError`` before :func:`form_root`."""
+    ref = _own_ref()
+    if not ref.formed:
+        raise NotInitializedError("Horovod has not been initialized; use hvd.init().")
+    return ref
+
+
+def form_root(settings: Settings) -> GroupRef:
+    """Form the root group with all ranks of the job; does nothing when it stands already.
+
+    Blocks until every rank has called it, ``settings.start_timeout`` seconds at most. Raises
+    ``DeadlineError``, which names who is missing, and ``UsageError`` when the environment does
+    not tell this process its place.
+    """
+    ref = _own_ref()
+    with ref.lock:
+        if not ref.formed:
+            deadline = Deadline.after(settings.start_timeout)
+            assigned = topology.assigned.get()
+            if assigned is None:
+                placement, engine = topology.find_placement(config.environment()), "torch"
+            else:
+                placement, engine = assigned.placement, assigned.engine
+            if settings.engine != "auto":
+                engine = settings.engine
+            if ref.meeting is None and assigned is not None:
+                ref.meeting = Meeting(assigned.store, assigned.secret)
+            if ref.meeting is None:
+                ref.meeting = meeting.meet(settings, placement, deadline)
+            ref.replace(_form(ref.meeting, placement, settings, engine, deadline))
+    return ref
+
+
+def _form(
+    place: Meeting,
+    placement: topology.Placement,
+    settings: Settings,
+    engine: str,
+    deadline: Deadline,
+) -> Group:
+    rank, generation = placement.rank, place.next_generation()
+    place.store.set(f"init/{rank}", b"%d" % generation)
+    control = Control.form(
+        place.store,
+        rank,
+        placement.size,
+        generation,
+        settings,
+        place.secret,
+        place.address,
+        deadline,
+    )
+    try:
+        said = control.allgather("hosts", topology.host_identity().encode())
+        place.all_have_come()
+        group = Group(
+            key="0",
+            members=tuple(range(placement.size)),
+            hosts=tuple(host.decode() for host in said),
+            control=control,
+            settings=settings,
+            store=PrefixStore(place.store, f"group/{generation}/"),
+            address=place.address,
+            engine=engine,
+        )
+        _forget(place.store, rank, generation - 1)
+        place.store.set(f"formed/{rank}", b"%d" % generation)
+    except BaseException:
+        control.close()
+        raise
+    events.emit(events.GroupFormed(rank, placement.size, generation, placement.source))
+    return group
+
+
+def _forget(store: Store, rank: int, generation: int) -> None:
+    """Remove what a generation left in the store; all its ranks have gone on from it."""
+    if rank == 0 and generation >= 0:
+        for key in store.keys(f"group/{generation}/"):
+            store.delete(key)
+
+
+def leave_root(reason: str | None = None) -> None:
+    """Leave the root group; work in flight fails. Does nothing when there is none.
+
+    Ranks may leave in any order. A rank that still needs another which has left gets ``PeerLost``.
+    ``reason`` says that this rank ends badly and why, as in ``"ValueError: no such file"``: the
+    others get a ``PeerLost`` that quotes it at once.
+    """
+    ref = _own_ref()
+    with ref.lock:
+        if not ref.formed:
+            return
+        group = ref.current
+        ref.replace(None)
+        group.control.close(reason)  # before the transport goes, so that nobody takes us for lost
+        group.close()
+    events.emit(events.GroupClosed(group.control.rank, group.generation))
