@@ -1,1 +1,4 @@
-"""The control channel of a group: small agreements, the news of a lost rank, and the watch over blocked ranks. No torch."""
+"""The control channel: small agreements, the news of lost ranks, the watch over blocked ones.
+
+No torch here. ``channel`` is what a rank holds, ``hub`` is rank 0's end, ``watch`` the pure judge.
+"""
