@@ -104,7 +104,7 @@ class Group(Verbs):
         self._issuer = Issuer(
             Line(key, members, control, lambda device: self.engine(PATH, device), self.explain)
         )
-        control.on_failure(self._channels.abort)
+        self._stop_listening = control.on_failure(self._channels.abort)
 
     @property
     def broken(self) -> FarandoleError | None:
@@ -142,7 +142,10 @@ class Group(Verbs):
         """Block until ``work`` is done, under the watch; raises what it failed with."""
         begin = time.perf_counter()
         try:
-            if not work.wait(0.0):
+            if work.wait(0.0):
+                # A peer that is behind must not take us for one that never came here.
+                self.control.note_begun(position)
+            else:
                 self.control.wait_for(work.wait, position)
         except CollectiveError as error:
             raise self.explain(error) from None
@@ -218,6 +221,7 @@ class Group(Verbs):
             "Horovod has been shut down: this process called shutdown() while the collective was "
             "in flight, or before it was called. Call init() again to use collectives."
         )
+        self._stop_listening()
         self._issuer.close(error)
         self._channels.close(error)
         self._issuer.join(JOIN_LIMIT)

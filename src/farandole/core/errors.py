@@ -80,7 +80,15 @@ class NotInitializedError(UsageError):
 
 
 class CollectiveError(FarandoleError, RuntimeError):
-    """A collective did not complete. Horovod calls this ``HorovodInternalError``."""
+    """A collective did not complete. Horovod calls this ``HorovodInternalError``.
+
+    Example::
+
+        try:
+            loss = hvd.allreduce(loss, name="loss")
+        except hvd.HorovodInternalError as error:
+            print(error, error.ranks)
+    """
 
 
 class MismatchError(CollectiveError):

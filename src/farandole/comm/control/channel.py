@@ -287,6 +287,7 @@ class Control:
         held back for a moment, in case that rank's own end tells more.
         """
         link = self._link
+        error = wording.attribute(error, self.rank, self._left)
         told = (
             link is not None
             and self._failure is None

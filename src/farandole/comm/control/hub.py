@@ -225,6 +225,7 @@ class Hub:
 
     def _on_fail(self, number: int, received: Message) -> None:
         error = message.unpack_error(received.fields["error"])
+        error = wording.attribute(error, number, self._oversight.left)
         hearsay = isinstance(error, PeerLost) and number not in error.ranks
         if not hearsay:
             self._break(error)

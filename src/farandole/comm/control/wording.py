@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from farandole.comm.control.position import Position
-from farandole.core.errors import describe_ranks
+from farandole.core.errors import FarandoleError, PeerLost, describe_ranks
 
 Place = tuple[int, Position | str]
 """A rank and where it is: a position, or what people call it."""
@@ -57,6 +57,18 @@ def left(gone: Iterable[int], where: Iterable[Place]) -> str:
         "Every rank must take the same number of steps and call the same collectives before it "
         "ends (uneven data, or a loop that ends early on some ranks?)."
     )
+
+
+def attribute(error: FarandoleError, teller: int, gone: Iterable[int]) -> FarandoleError:
+    """``error`` as ``teller`` met it, with the ranks that a transport cannot know.
+
+    A transport that loses a peer in a collective cannot say whom. When ranks have said goodbye, it
+    was them: they closed their ends.
+    """
+    leavers = sorted(gone)
+    if not leavers or not isinstance(error, PeerLost) or error.ranks:
+        return error
+    return PeerLost(left(leavers, [(teller, error.message)]), ranks=leavers)
 
 
 def lost(rank: int, reason: str) -> str:
