@@ -1,0 +1,171 @@
+"""The process's place among the ranks: ``init``, ``shutdown``, and who am I."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import traceback
+
+from farandole.comm import group as groups
+from farandole.core import log
+from farandole.core.config import Settings
+from farandole.core.errors import ConnectionLost, DeadlineError, NotInitializedError
+from farandole.core.topology import assigned
+from farandole.monitor import report
+
+_log = logging.getLogger(__name__)
+
+_at_exit = False
+_sheet: report.TimeSheet | None = None
+"""Where this process's time goes; ranks that are threads keep none."""
+
+
+def init() -> None:
+    """Join the job's other ranks; blocks until all have called it. Does nothing when repeated.
+
+    Rank and size come from whoever started the process: ``farandole run``, torchrun, mpiexec,
+    srun, Horovod's variables, Kubernetes' completion index; else the process is alone, with size
+    1. Settings (``FARANDOLE_*``, ``HOROVOD_*``) are read now. :func:`shutdown` is called when the
+    process ends; after it ``init()`` may be called again.
+
+    Raises ``DeadlineError`` after ``FARANDOLE_START_TIMEOUT`` (120) seconds, with the ranks that
+    are missing, and ``UsageError`` when a setting or the place cannot be understood.
+
+    Example::
+
+        import farandole.torch as hvd
+
+        hvd.init()
+        print(hvd.rank(), "of", hvd.size())
+    """
+    global _at_exit, _sheet
+    settings = Settings.from_environment()
+    log.configure(settings.log_level)
+    groups.form_root(settings)
+    if _sheet is None and assigned.get() is None:
+        _sheet = report.start()
+    if not _at_exit:
+        _at_exit = True
+        atexit.register(_leave_at_exit)
+
+
+def shutdown() -> None:
+    """Leave the job. Collectives in flight raise ``ShutDownError``; repeating does nothing.
+
+    Example::
+
+        hvd.shutdown()
+    """
+    _leave(None)
+
+
+def _leave_at_exit() -> None:
+    # Python keeps what it has printed as the end of the program: the other ranks quote it.
+    error = getattr(sys, "last_value", None)
+    summary = None if error is None else "".join(traceback.format_exception_only(error)).strip()
+    _leave(summary)
+
+
+def _leave(reason: str | None) -> None:
+    if _sheet is not None and is_initialized():
+        _hand_in(_sheet)
+    groups.leave_root(reason)
+
+
+def _hand_in(sheet: report.TimeSheet) -> None:
+    """Leave the time sheet where the launcher, if one started us, looks for it."""
+    meeting, group = groups.root().meeting, current()
+    if meeting is None or group.settings.store_address is None:
+        return
+    try:
+        meeting.store.set(f"report/{group.rank}", sheet.to_json().encode())
+    except (ConnectionLost, DeadlineError) as error:
+        _log.info("The launcher is gone; the time sheet of rank %d is lost: %s", group.rank, error)
+
+
+def is_initialized() -> bool:
+    """Whether this process is between :func:`init` and :func:`shutdown`.
+
+    Example::
+
+        if not hvd.is_initialized():
+            hvd.init()
+    """
+    try:
+        groups.root()
+    except NotInitializedError:
+        return False
+    return True
+
+
+def current() -> groups.Group:
+    """The root group of now. ``NotInitializedError`` before :func:`init`."""
+    return groups.root().current
+
+
+def rank() -> int:
+    """This process's number among all, from 0. Raises ``NotInitializedError`` before ``init()``.
+
+    Example::
+
+        if hvd.rank() == 0:
+            torch.save(model.state_dict(), "model.pt")
+    """
+    return current().rank
+
+
+def size() -> int:
+    """How many processes there are. Raises ``NotInitializedError`` before ``init()``.
+
+    Example::
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size())
+    """
+    return current().size
+
+
+def local_rank() -> int:
+    """This process's number among those on the same machine: the index of its GPU.
+
+    Raises ``NotInitializedError`` before ``init()``.
+
+    Example::
+
+        torch.cuda.set_device(hvd.local_rank())
+    """
+    return current().local_rank
+
+
+def local_size() -> int:
+    """How many processes are on this machine. Raises ``NotInitializedError`` before ``init()``.
+
+    Example::
+
+        threads = os.cpu_count() // hvd.local_size()
+    """
+    return current().local_size
+
+
+def cross_rank() -> int:
+    """This machine's number among those that have a process with this :func:`local_rank`.
+
+    Raises ``NotInitializedError`` before ``init()``.
+
+    Example::
+
+        shard = shards[hvd.cross_rank()]
+    """
+    return current().cross_rank
+
+
+def cross_size() -> int:
+    """How many machines have a process with this :func:`local_rank`.
+
+    Raises ``NotInitializedError`` before ``init()``.
+
+    Example::
+
+        nodes = hvd.cross_size()
+    """
+    return current().cross_size
