@@ -1,0 +1,83 @@
+"""``farandole run``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from farandole.core.errors import FarandoleError, UsageError
+from farandole.launch import early, job, plan
+
+
+@click.command(
+    "run",
+    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+    short_help="Start a script on several ranks.",
+)
+@click.option(
+    "-np",
+    "-n",
+    "ranks",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of ranks. [default: the number of GPUs, or 1 where there is none]",
+)
+@click.option("-m", "module", is_flag=True, help="The program is a Python module, as in python -m.")
+@click.option(
+    "--env",
+    "env",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A variable for the workers' environment. May be repeated.",
+)
+@click.option(
+    "--output-dir",
+    type=click.Path(file_okay=False),
+    metavar="FOLDER",
+    help="Also write what each rank prints to FOLDER/rank-N.log.",
+)
+@click.option(
+    "--start-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="How long the first rank in init() waits for the others. [default: 120]",
+)
+@click.option(
+    "--grace",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="How long workers may take to end after Ctrl-C or SIGTERM. [default: 30]",
+)
+@click.option(
+    "--no-fork",
+    is_flag=True,
+    help="Start each worker afresh instead of forking it from a process that has torch imported.",
+)
+@click.option("--dry-run", is_flag=True, help="Show what would be started, and start nothing.")
+@click.option("--verbose", "-v", is_flag=True, help="Tell how the workers were started.")
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.pass_obj
+def command(agent: early.Agent | None, /, program: tuple[str, ...], **options: Any) -> None:
+    """Start PROGRAM on N ranks of this machine and wait for it.
+
+    \b
+    farandole run -np 4 train.py --epochs 3      a Python script
+    farandole run -np 4 -m package.train         a module
+    farandole run -np 4 -- ./train.sh            any command
+    farandole run farandole.yaml                 what the job file says; options override it
+
+    The exit code is 0 when every rank ends with 0, else that of the first rank that failed
+    (128 + n for signal n); 130 after Ctrl-C, 143 after SIGTERM.
+    """
+    try:
+        task = plan.resolve(program, **options)
+        if options["dry_run"]:
+            click.echo(plan.describe(task))
+            return
+        code = job.run(task, agent or early.start_agent(()))
+    except UsageError as error:
+        raise click.UsageError(str(error)) from None
+    except FarandoleError as error:
+        raise click.ClickException(str(error)) from None
+    raise SystemExit(code)

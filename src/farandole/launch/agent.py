@@ -1,0 +1,422 @@
+"""The agent: one process on each host that starts, watches and ends the workers there.
+
+It talks to the job loop by messages (:mod:`farandole.launch.channel`) and decides nothing but this:
+when the job loop is gone, everything below this process is killed at once. So the death of the
+launcher, by whatever signal, leaves nothing behind:
+
+====================  ==============================================================
+who dies              what follows
+====================  ==============================================================
+the job loop          the channel ends; the agent kills all its descendants and ends
+the agent             the kernel kills the workers (parent-death signal); the
+                      launcher adopts and kills what they had started
+a worker              its children become the agent's, which kills them at the end
+the forking parent    nothing: workers are the agent's children
+====================  ==============================================================
+
+Messages to the agent: ``start`` (program, environments, how), ``stop`` (signal number, seconds
+until SIGKILL), ``stack`` (rank: show where it is, which ends it), ``resize`` (terminal),
+``finish``. From it: ``started`` (pids, how), ``output`` (rank, stream; an empty payload is its
+end), ``report`` (an uncaught exception), ``exited`` (rank, code, negative for a signal),
+``unstarted`` (rank, why), ``gone`` (nothing is left).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import resource
+import selectors
+import signal
+import socket
+import struct
+import sys
+import termios
+import time
+import tty
+from dataclasses import dataclass, field
+from typing import Any
+
+from farandole.launch import early, kernel, leftovers, worker
+from farandole.launch.channel import Channel, Message
+
+_CHUNK = 1 << 16
+_UNSENT_LIMIT = 1 << 20
+"""Bytes that may wait for the job loop before workers' output waits in its pipes."""
+
+_LAST_RESPITE = 2.0
+"""Seconds between SIGTERM and SIGKILL for what workers have left behind."""
+
+
+@dataclass
+class Worker:
+    """A worker and the ends of its pipes that are ours."""
+
+    rank: int
+    ends: list[int]
+    """Its own ends of standard input, output, error and the report pipe, until it has them."""
+    open: set[int] = field(default_factory=set)
+    """Descriptors that are still read."""
+    pid: int = 0
+    code: int | None = None
+    """How it ended: exit code, negative for a signal; ``None`` while it runs."""
+
+
+def serve(sock: socket.socket, parent: early.ForkingParent | None) -> None:
+    """Be the agent until the job loop says ``finish`` or is gone."""
+    Agent(Channel(sock), parent).run()
+
+
+class Agent:
+    """The event loop. One thread, so that the bond between workers and agent is to the agent."""
+
+    def __init__(self, channel: Channel, parent: early.ForkingParent | None) -> None:
+        self._channel = channel
+        self._parent = parent
+        self._selector = selectors.DefaultSelector()
+        self._workers: dict[int, Worker] = {}
+        self._streams: dict[int, tuple[Worker, str]] = {}
+        self._ended_unknown: dict[int, int] = {}
+        self._kill_at: float | None = None
+        self._task: dict[str, Any] = {}
+        self._refusal = ""
+        """Why the forking parent cannot fork, said before there was anything to start."""
+        self._terminal: int | None = None
+        self._terminal_end = -1
+        self._paused = False
+        self._finished = False
+
+    def run(self) -> None:
+        """Serve until told to finish; whatever happens, nothing survives this method."""
+        kernel.adopt_orphans()
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_read, False)
+        os.set_blocking(wake_write, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        # The terminal's and the system's signals are the job loop's to interpret.
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda _number, _frame: None)
+        self._selector.register(wake_read, selectors.EVENT_READ, self._on_signal)
+        self._selector.register(self._channel, selectors.EVENT_READ, self._on_channel)
+        if self._parent is not None:
+            self._watch_parent(self._parent)
+        try:
+            while not self._finished and not self._channel.closed:
+                self._turn()
+        finally:
+            self._kill_everything()
+        for descriptor, (each, stream) in self._streams.items():
+            self._drain(descriptor, each, stream)
+        self._goodbye()
+
+    def _turn(self) -> None:
+        self._selector.modify(
+            self._channel,
+            selectors.EVENT_READ | (selectors.EVENT_WRITE if self._channel.unsent else 0),
+            self._on_channel,
+        )
+        self._pause_or_resume()
+        timeout = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+        for key, _ in self._selector.select(timeout):
+            if key.fileobj in self._selector.get_map():
+                key.data(key.fd)
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            self._kill_at = None
+            self._kill_everything()
+
+    def _pause_or_resume(self) -> None:
+        full = self._channel.unsent > _UNSENT_LIMIT
+        if full == self._paused:
+            return
+        self._paused = full
+        for descriptor in self._streams:
+            if full:
+                self._selector.unregister(descriptor)
+            else:
+                self._selector.register(descriptor, selectors.EVENT_READ, self._on_output)
+
+    # ---- messages of the job loop
+
+    def _on_channel(self, _descriptor: int) -> None:
+        self._channel.flush()
+        for message in self._channel.receive():
+            handler = {
+                "start": self._start,
+                "stop": self._stop,
+                "stack": self._show_stack,
+                "resize": self._resize,
+                "finish": self._finish,
+            }[message.kind]
+            handler(message)
+
+    def _start(self, message: Message) -> None:
+        self._task = message.fields
+        for rank in range(len(self._task["ranks"])):
+            self._workers[rank] = Worker(rank, self._open_streams(rank))
+        if not self._task["fork"]:
+            self._give_up_parent()
+            self._execute_all("")
+            return
+        if self._parent is not None and self._parent.environment != self._task["environment"]:
+            self._give_up_parent()
+            self._refusal = ""
+        if self._refusal:
+            self._give_up_parent()
+            self._execute_all(self._refusal)
+            return
+        if self._parent is None:
+            self._parent = early.start_forking_parent(self._task["environment"])
+            self._watch_parent(self._parent)
+        self._ask_parent(self._parent)
+
+    def _stop(self, message: Message) -> None:
+        for each in self._workers.values():
+            self._send_signal(each, message.fields["number"])
+        self._kill_at = time.monotonic() + message.fields["within"]
+
+    def _show_stack(self, message: Message) -> None:
+        """Python prints all stacks and dies on SIGABRT, since PYTHONFAULTHANDLER is set."""
+        each = self._workers[message.fields["rank"]]
+        if each.pid and each.code is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                resource.prlimit(each.pid, resource.RLIMIT_CORE, (0, 0))
+            self._send_signal(each, signal.SIGABRT)
+
+    def _resize(self, message: Message) -> None:
+        if self._terminal is not None:
+            _set_size(self._terminal, message.fields)
+
+    def _finish(self, _message: Message) -> None:
+        self._finished = True
+        self._give_up_parent()
+        left = kernel.descendants(os.getpid())
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        end = time.monotonic() + _LAST_RESPITE
+        while left and time.monotonic() < end:
+            time.sleep(0.01)
+            self._reap()
+            left = kernel.descendants(os.getpid())
+
+    def _send_signal(self, each: Worker, number: int) -> None:
+        if not each.pid or each.code is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if self._task["form"] == "command":
+                # A shell passes no signal on to what it waits for.
+                os.killpg(each.pid, number)
+            else:
+                os.kill(each.pid, number)
+
+    # ---- starting
+
+    def _open_streams(self, rank: int) -> list[int]:
+        """Make a worker's streams; returns its ends, and reads ours from now on."""
+        terminal = self._task["terminal"] if rank == 0 else {}
+        stdin = os.dup(0) if rank == 0 else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        ends = [stdin]
+        for stream in ("stdout", "stderr"):
+            if terminal.get(stream):
+                ends.append(self._open_terminal(terminal))
+                continue
+            ours, theirs = os.pipe()
+            self._read_from(ours, rank, stream)
+            ends.append(theirs)
+        ours, theirs = os.pipe()
+        self._read_from(ours, rank, "report")
+        ends.append(theirs)
+        return ends
+
+    def _open_terminal(self, size: dict[str, int]) -> int:
+        """One pseudo-terminal for rank 0's output, so that it draws as it would on the real one."""
+        if self._terminal is None:
+            self._terminal, theirs = pty.openpty()
+            tty.setraw(theirs)
+            _set_size(self._terminal, size)
+            os.set_inheritable(self._terminal, False)
+            self._read_from(self._terminal, 0, "stdout")
+            self._terminal_end = theirs
+        return os.dup(self._terminal_end)
+
+    def _read_from(self, descriptor: int, rank: int, stream: str) -> None:
+        os.set_blocking(descriptor, False)
+        each = self._workers.setdefault(rank, Worker(rank, []))
+        each.open.add(descriptor)
+        self._streams[descriptor] = (each, stream)
+        self._selector.register(descriptor, selectors.EVENT_READ, self._on_output)
+
+    def _watch_parent(self, parent: early.ForkingParent) -> None:
+        self._selector.register(parent.socket, selectors.EVENT_READ, self._on_parent)
+
+    def _ask_parent(self, parent: early.ForkingParent) -> None:
+        wish = {name: self._task[name] for name in ("form", "argv", "environment", "ranks")}
+        file = os.memfd_create("farandole")
+        with open(file, "wb", closefd=False) as memory:
+            memory.write(json.dumps(wish).encode("ascii"))
+        os.lseek(file, 0, os.SEEK_SET)
+        try:
+            socket.send_fds(parent.socket, [b"."], [file])
+            for each in self._workers.values():
+                socket.send_fds(parent.socket, [b"."], each.ends)
+        except (BrokenPipeError, ConnectionResetError):
+            # It has just died or given up: what it says, or its end, is read next.
+            return
+        finally:
+            os.close(file)
+
+    def _on_parent(self, _descriptor: int) -> None:
+        assert self._parent is not None
+        try:
+            answer = self._parent.socket.recv(_CHUNK)
+        except ConnectionResetError:
+            answer = b""
+        said = json.loads(answer) if answer else {"why": "the forking parent died"}
+        if not self._workers:
+            self._refusal = said["why"]
+            self._selector.unregister(self._parent.socket)
+            return
+        self._give_up_parent(kill=False)
+        if "why" in said:
+            self._execute_all(said["why"])
+            return
+        for each, pid in zip(self._workers.values(), said["pids"], strict=True):
+            self._has_started(each, pid)
+        self._channel.send("started", pids=said["pids"], how="forked", why="")
+
+    def _give_up_parent(self, *, kill: bool = True) -> None:
+        if self._parent is None:
+            return
+        if kill:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._parent.pid, signal.SIGKILL)
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(self._parent.socket)
+        self._parent.socket.close()
+        self._parent = None
+
+    def _execute_all(self, why: str) -> None:
+        for each, own in zip(self._workers.values(), self._task["ranks"], strict=True):
+            self._execute(each, self._task["environment"] | own)
+        pids = [each.pid for each in self._workers.values()]
+        self._channel.send("started", pids=pids, how="executed", why=why)
+
+    def _execute(self, each: Worker, environ: dict[str, str]) -> None:
+        argv = list(self._task["argv"])
+        if self._task["form"] != "command":
+            how = ["-m"] if self._task["form"] == "module" else []
+            argv = [sys.executable, *early.interpreter_flags(), *how, *argv]
+        environ = {"PYTHONUNBUFFERED": "1", **environ}
+        agent = os.getpid()
+        failure, error = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                worker.settle(each.ends[:3], agent)
+                worker.execute(argv, environ)
+            except OSError as reason:
+                os.write(error, f"{reason.strerror}: {argv[0]}".encode())
+            finally:
+                os._exit(127)
+        os.close(error)
+        text = os.read(failure, _CHUNK).decode("utf-8", "replace")
+        os.close(failure)
+        if text:
+            self._channel.send("unstarted", rank=each.rank, why=text)
+        self._has_started(each, pid)
+
+    def _has_started(self, each: Worker, pid: int) -> None:
+        each.pid = pid
+        for end in each.ends:
+            os.close(end)
+        each.ends = []
+        if self._terminal is not None and each.rank == 0:
+            os.close(self._terminal_end)
+        if pid in self._ended_unknown:
+            self._has_ended(each, self._ended_unknown.pop(pid))
+
+    # ---- watching
+
+    def _on_output(self, descriptor: int) -> None:
+        each, stream = self._streams[descriptor]
+        try:
+            chunk = os.read(descriptor, _CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            chunk = b""  # a pseudo-terminal without a user
+        if chunk:
+            self._pass_on(each, stream, chunk)
+            return
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        del self._streams[descriptor]
+        each.open.discard(descriptor)
+        if stream != "report":
+            self._channel.send("output", rank=each.rank, stream=stream)
+        if descriptor == self._terminal:
+            self._terminal = None
+
+    def _pass_on(self, each: Worker, stream: str, chunk: bytes) -> None:
+        if stream == "report":
+            with contextlib.suppress(ValueError):  # a torn report: the traceback is in its output
+                self._channel.send("report", rank=each.rank, **json.loads(chunk))
+            return
+        self._channel.send("output", chunk, rank=each.rank, stream=stream)
+
+    def _on_signal(self, descriptor: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(descriptor, _CHUNK)
+        self._reap()
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            code = os.waitstatus_to_exitcode(status)
+            each = next((w for w in self._workers.values() if w.pid == pid), None)
+            if each is not None:
+                self._has_ended(each, code)
+            elif any(not w.pid for w in self._workers.values()):
+                self._ended_unknown[pid] = code
+
+    def _has_ended(self, each: Worker, code: int) -> None:
+        each.code = code
+        # What it wrote last is told before its end; descendants may keep the pipes open.
+        for descriptor in sorted(each.open):
+            self._drain(descriptor, each, self._streams[descriptor][1])
+        self._channel.send("exited", rank=each.rank, code=code)
+
+    def _drain(self, descriptor: int, each: Worker, stream: str) -> None:
+        with contextlib.suppress(OSError):  # nothing there, or a pseudo-terminal without a user
+            while chunk := os.read(descriptor, _CHUNK):
+                self._pass_on(each, stream, chunk)
+
+    # ---- ending
+
+    def _kill_everything(self) -> None:
+        """SIGKILL all descendants until there are none, then remove what they could not."""
+        self._give_up_parent()
+        killed = leftovers.kill_all(os.getpid(), self._reap)
+        leftovers.remove_shared_memory(killed | {w.pid for w in self._workers.values()})
+
+    def _goodbye(self) -> None:
+        self._channel.send("gone")
+        end = time.monotonic() + _LAST_RESPITE
+        while self._channel.unsent and not self._channel.closed and time.monotonic() < end:
+            with selectors.DefaultSelector() as waiting:
+                waiting.register(self._channel, selectors.EVENT_WRITE)
+                waiting.select(0.1)
+            self._channel.flush()
+
+
+def _set_size(terminal: int, size: dict[str, int]) -> None:
+    packed = struct.pack("HHHH", size["rows"], size["columns"], 0, 0)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, packed)

@@ -1,0 +1,59 @@
+"""The environment variables of workers: what all share, and what each rank has of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_PLACES = ("FARANDOLE", "HOROVOD")
+_OF_AN_OUTER_LAUNCHER = ("TORCHELASTIC_RUN_ID", "GROUP_RANK", "ROLE_RANK")
+_PER_RANK = frozenset(
+    [f"{place}_{name}" for place in _PLACES for name in
+     ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")]
+    + ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+       "FARANDOLE_STORE", "FARANDOLE_SECRET", "FARANDOLE_START_TIMEOUT", *_OF_AN_OUTER_LAUNCHER]
+)  # fmt: skip
+
+
+def shared(
+    environ: Mapping[str, str], given: Mapping[str, str], *, local_size: int, cores: int
+) -> dict[str, str]:
+    """The part that all workers of a host have in common.
+
+    The launcher's own environment without what would tell a worker that it belongs to another
+    job, then the user's ``given`` variables. ``OMP_NUM_THREADS`` becomes cores ÷ local ranks (at
+    least 1) unless it is set; a fault in native code prints the Python stack.
+    """
+    variables = {name: value for name, value in environ.items() if name not in _PER_RANK}
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // local_size)))
+    variables.setdefault("PYTHONFAULTHANDLER", "1")
+    variables.update(given)
+    return variables
+
+
+def own(
+    rank: int,
+    size: int,
+    *,
+    store: str,
+    secret: str,
+    start_timeout: float,
+    master: tuple[str, int],
+) -> dict[str, str]:
+    """What rank ``rank`` of ``size`` has of its own, on one host."""
+    place = {
+        "RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size,
+        "CROSS_RANK": 0, "CROSS_SIZE": 1,
+    }  # fmt: skip
+    variables = {f"{prefix}_{name}": str(n) for prefix in _PLACES for name, n in place.items()}
+    host, port = master
+    return variables | {
+        "FARANDOLE_STORE": store,
+        "FARANDOLE_SECRET": secret,
+        "FARANDOLE_START_TIMEOUT": f"{start_timeout:g}",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }

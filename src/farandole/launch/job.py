@@ -1,0 +1,383 @@
+"""The job loop: starts the agent's workers, shows what they say, ends all when one fails.
+
+The loop owns the store where the ranks meet, the output and the meaning of signals; when a job has
+failed is decided in :mod:`farandole.launch.verdict`. It is one thread that waits for events; the
+store's server has a thread of its own.
+
+=====================  =======================================================================
+what happens           what follows
+=====================  =======================================================================
+a rank fails           SIGTERM to the others, SIGKILL after :data:`RESPITE`; exit code of the rank
+Ctrl-C, SIGTERM        passed on; SIGKILL after ``grace``; exit code 130 or 143
+a second signal        SIGKILL now
+no ``init()`` in time  the stack of the rank that is missing, then as for a failure
+the output is closed   as for SIGTERM; exit code 141
+=====================  =======================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import IO, Any
+
+from farandole.core.config import environment as current_environment
+from farandole.core.errors import FarandoleBug, UsageError, describe_ranks
+from farandole.core.secret import Secret
+from farandole.core.store import LocalStore, StoreServer
+from farandole.launch import early, environment, failure, host, kernel, leftovers, reports
+from farandole.launch.channel import Channel, Message
+from farandole.launch.screen import STREAMS, Screen, Surface
+from farandole.launch.sink import Sink
+from farandole.launch.task import Task
+from farandole.launch.verdict import ShowStack, Stop, Verdict
+
+RESPITE = 2.0
+"""Seconds that the other ranks get after a failure."""
+
+_AGENT_LIMIT = 10.0
+"""Seconds for the agent to end everything."""
+
+_UNWRITTEN_LIMIT = 4 << 20
+"""Bytes that may wait to be written before the workers' output waits."""
+
+_ENDING = frozenset([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+"""The signals by which users end a job."""
+
+
+def run(task: Task, agent: early.Agent) -> int:
+    """Run the task to its end and return the exit code of the launcher."""
+    job = Job(task, agent)
+    try:
+        return job.run()
+    finally:
+        job.close()
+
+
+class Job:
+    """One run. See the module."""
+
+    def __init__(self, task: Task, agent: early.Agent) -> None:
+        self._task = task
+        self._agent = agent
+        self._channel = Channel(agent.socket)
+        self._verdict = Verdict(task.size, task.start_timeout)
+        self._arrived: deque[int] = deque()
+        """Ranks that have called ``init()``, told by the store's thread."""
+        self._logs: list[IO[bytes]] = []
+        self._sinks = {"stdout": Sink(1), "stderr": Sink(2)}
+        self._screen = Screen(task.size, _surface())
+        self._selector = selectors.PollSelector()
+        self._signal: int | None = None
+        """The user's signal."""
+        self._gone = False
+        self._memory_kills = host.out_of_memory_kills()
+        self._secret = Secret.new()
+        self._store = LocalStore()
+        self._server = StoreServer(self._secret, store=self._store)
+        self._master = socket.socket()
+        self._wake_read, self._wake_write = os.pipe()
+
+    def run(self) -> int:
+        """See :func:`run`."""
+        kernel.adopt_orphans()
+        self._listen()
+        self._open_logs()
+        self._start()
+        while not self._verdict.over and not self._channel.closed:
+            self._turn()
+        self._end_agent()
+        self._write(self._screen.finish(self._now()))
+        self._flush()
+        if not self._gone:
+            raise FarandoleBug(
+                "The agent that watches the workers did not see to their end; they were killed."
+            )
+        return self._conclude()
+
+    def close(self) -> None:
+        """Give everything back; nothing that was started is left."""
+        self._channel.close()
+        if self._gone:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._agent.pid, 0)
+        leftovers.kill_all(os.getpid(), _reap)
+        self._server.close()
+        self._master.close()
+        signal.set_wakeup_fd(-1)
+        for log in self._logs:
+            log.close()
+
+    # ---- set-up
+
+    def _listen(self) -> None:
+        for end in (self._wake_read, self._wake_write):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        for number in (*_ENDING, signal.SIGWINCH):
+            signal.signal(number, lambda _number, _frame: None)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        for rank in range(self._task.size):
+            self._store.watch(f"init/{rank}", self._on_init(rank))
+
+    def _on_init(self, rank: int) -> Callable[[bytes | None], None]:
+        def on_init(value: bytes | None) -> None:
+            """In the server's thread: leave word and wake the loop."""
+            if value is not None:
+                self._arrived.append(rank)
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._wake_write, b"\0")
+
+        return on_init
+
+    def _open_logs(self) -> None:
+        if self._task.output_dir is None:
+            return
+        try:
+            os.makedirs(self._task.output_dir, exist_ok=True)
+            width = len(str(self._task.size - 1))
+            for rank in range(self._task.size):
+                path = os.path.join(self._task.output_dir, f"rank-{rank:0{width}d}.log")
+                self._logs.append(open(path, "wb", buffering=0))  # noqa: SIM115 - see close()
+        except OSError as error:
+            raise UsageError(
+                f"--output-dir {self._task.output_dir}: {error.strerror}. Name a folder that can "
+                "be written to."
+            ) from None
+
+    def _start(self) -> None:
+        self._master.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Bound and not listening: nobody else is given this port, and rank 0 can listen on it.
+        self._master.bind(("127.0.0.1", 0))
+        own = [
+            environment.own(
+                rank,
+                self._task.size,
+                store=str(self._server.address),
+                secret=self._secret.hex(),
+                # The loop is to speak first, since it can show the stack of who is missing.
+                start_timeout=self._task.start_timeout + 10.0,
+                master=self._master.getsockname(),
+            )
+            for rank in range(self._task.size)
+        ]
+        shared = environment.shared(
+            current_environment(),
+            self._task.environment,
+            local_size=self._task.size,
+            cores=host.usable_cores(),
+        )
+        rows, columns = _terminal_size()
+        width = columns - len(f"[{0}] ") if self._task.size > 1 else columns
+        self._channel.send(
+            "start",
+            form=self._task.program.form,
+            argv=list(self._task.program.argv),
+            environment=shared,
+            ranks=own,
+            fork=self._task.fork,
+            terminal={stream: os.isatty(n + 1) for n, stream in enumerate(STREAMS)}
+            | {"rows": rows, "columns": max(1, width)},
+        )
+
+    # ---- the loop
+
+    def _turn(self) -> None:
+        self._watch_descriptors()
+        for key, _ in self._selector.select(self._patience()):
+            if key.fd == self._wake_read:
+                self._on_wake()
+        for sink in self._sinks.values():
+            sink.flush()
+        self._channel.flush()
+        if self._unwritten() < _UNWRITTEN_LIMIT:
+            for message in self._channel.receive():
+                self._on_message(message)
+        self._act()
+        self._write(self._screen.due(self._now()))
+        if any(sink.broken for sink in self._sinks.values()) and self._signal is None:
+            self._on_user_signal(signal.SIGPIPE)
+
+    def _watch_descriptors(self) -> None:
+        """Wait for the agent, unless too much is unwritten, and for output that is held up."""
+        reading = selectors.EVENT_READ if self._unwritten() < _UNWRITTEN_LIMIT else 0
+        writing = selectors.EVENT_WRITE if self._channel.unsent else 0
+        self._wait_for(self._channel, reading | writing)
+        for sink in self._sinks.values():
+            self._wait_for(sink, selectors.EVENT_WRITE if sink.pending else 0)
+
+    def _wait_for(self, what: Channel | Sink, events: int) -> None:
+        known = what in self._selector.get_map()
+        if known and not events:
+            self._selector.unregister(what)
+        elif known:
+            self._selector.modify(what, events)
+        elif events:
+            self._selector.register(what, events)
+
+    def _patience(self) -> float | None:
+        times = [self._screen.next_due(), self._verdict.next_due()]
+        known = [time for time in times if time is not None]
+        return max(0.0, min(known) - self._now()) if known else None
+
+    def _unwritten(self) -> int:
+        return sum(sink.pending for sink in self._sinks.values())
+
+    def _write(self, pieces: list[tuple[str, bytes]]) -> None:
+        for stream, data in pieces:
+            self._sinks[stream].write(data)
+
+    def _say(self, text: str) -> None:
+        self._sinks["stderr"].write((text + "\n").encode("utf-8", "surrogateescape"))
+
+    def _flush(self) -> None:
+        for sink in self._sinks.values():
+            while sink.pending and not sink.broken and not self._impatient():
+                sink.flush(timeout=0.5)
+
+    def _impatient(self) -> bool:
+        """Whether the user wants the launcher to end although not all has been read."""
+        with contextlib.suppress(BlockingIOError):
+            return bool(set(os.read(self._wake_read, 4096)) & _ENDING)
+        return False
+
+    def _now(self) -> float:
+        return time.monotonic()
+
+    # ---- events
+
+    def _on_wake(self) -> None:
+        numbers = b""
+        with contextlib.suppress(BlockingIOError):
+            numbers = os.read(self._wake_read, 4096)
+        for number in numbers:
+            if number == signal.SIGWINCH:
+                rows, columns = _terminal_size()
+                self._screen.resize(columns)
+                self._channel.send("resize", rows=rows, columns=max(1, columns - len("[0] ")))
+            elif number in _ENDING:
+                self._on_user_signal(number)
+        while self._arrived:
+            self._verdict.on_init(self._arrived.popleft(), self._now())
+
+    def _on_user_signal(self, number: int) -> None:
+        if self._signal is not None:
+            self._channel.send("stop", number=int(signal.SIGKILL), within=0.0)
+            return
+        self._signal = number
+        self._verdict.stop()
+        passed_on = signal.SIGTERM if number == signal.SIGPIPE else number
+        self._channel.send("stop", number=int(passed_on), within=self._task.grace)
+
+    def _on_message(self, message: Message) -> None:
+        fields = message.fields
+        rank = fields.pop("rank", -1)
+        if message.kind == "output":
+            self._on_output(rank, fields["stream"], message.payload)
+        elif message.kind == "exited":
+            self._verdict.on_exit(rank, fields["code"], self._now())
+        elif message.kind == "report":
+            self._verdict.on_report(rank, fields, self._now())
+        elif message.kind == "unstarted":
+            self._verdict.on_unstarted(rank, fields["why"], self._now())
+        elif message.kind == "started":
+            self._on_started(fields)
+        elif message.kind == "gone":
+            self._gone = True
+
+    def _on_started(self, fields: dict[str, Any]) -> None:
+        if self._task.verbose:
+            why = f" ({fields['why']})" if fields["why"] else ""
+            pids = ", ".join(map(str, fields["pids"]))
+            self._say(f"farandole: {self._task.size} ranks {fields['how']}{why}: pids {pids}")
+
+    def _on_output(self, rank: int, stream: str, chunk: bytes) -> None:
+        if chunk and self._logs:
+            self._logs[rank].write(chunk)
+        if stream == "stderr" or (rank == 0 and os.isatty(1)):
+            # On a terminal, rank 0's two streams come as one.
+            self._verdict.ranks[rank].remember(chunk)
+        self._write(self._screen.feed(rank, stream, chunk, self._now()))
+
+    def _act(self) -> None:
+        action = self._verdict.due(self._now())
+        if isinstance(action, Stop):
+            self._channel.send("stop", number=int(signal.SIGTERM), within=RESPITE)
+        elif isinstance(action, ShowStack):
+            self._channel.send("stack", rank=action.rank)
+
+    # ---- the end
+
+    def _end_agent(self) -> None:
+        """Let the agent end what workers have left behind, and show what that still says."""
+        self._channel.send("finish")
+        end = self._now() + _AGENT_LIMIT
+        while not (self._gone or self._channel.closed) and self._now() < end:
+            self._watch_descriptors()
+            for key, _ in self._selector.select(0.5):
+                if key.fd == self._wake_read:
+                    self._on_wake()
+            self._channel.flush()
+            for message in self._channel.receive():
+                self._on_message(message)
+            for sink in self._sinks.values():
+                sink.flush()
+
+    def _conclude(self) -> int:
+        """Say how it ended; returns the exit code."""
+        if self._signal is not None:
+            return self._after_signal(self._signal)
+        cause = self._verdict.cause
+        if cause is None:
+            table = reports.table(self._store, self._task.size)
+            if table:
+                self._sinks["stdout"].write((table + "\n").encode())
+                self._flush()
+            return 0
+        new_kills = host.out_of_memory_kills() - self._memory_kills
+        fates = self._verdict.fates()
+        self._say(failure.describe(cause, fates, killed_for_memory=new_kills))
+        self._flush()
+        return cause.exit_code
+
+    def _after_signal(self, number: int) -> int:
+        if number != signal.SIGPIPE:
+            name = signal.Signals(number).name
+            ranks = self._verdict.ranks
+            killed = [rank.number for rank in ranks if rank.code == -signal.SIGKILL]
+            how = f"; {describe_ranks(killed)} had to be killed" if killed else ""
+            self._say(f"farandole: ended by {name}{how}.")
+            self._flush()
+        return 128 + number
+
+
+def _surface() -> Surface:
+    terminal = {stream: os.isatty(n + 1) for n, stream in enumerate(STREAMS)}
+    variables = current_environment()
+    plain = bool(variables.get("NO_COLOR")) or variables.get("TERM") == "dumb"
+    return Surface(
+        terminal, colour=all(terminal.values()) and not plain, columns=_terminal_size()[1]
+    )
+
+
+def _terminal_size() -> tuple[int, int]:
+    """Rows and columns of the terminal behind standard error or output."""
+    for stream in (sys.__stderr__, sys.__stdout__):
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):
+                size = os.get_terminal_size(stream.fileno())
+                return size.lines, size.columns
+    return 24, 80
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass

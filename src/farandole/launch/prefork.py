@@ -1,0 +1,234 @@
+"""The forking parent: a process that imports torch once and forks the workers.
+
+Run as a script by the agent, in a process of its own; imported by nobody. Importing torch costs a
+second of CPU; forked workers share it, and their start takes milliseconds.
+
+Why forking is safe here
+    A fork copies one thread: locks that other threads hold stay locked in the child for ever. So
+    this process has one thread, which is checked before each fork; it runs no tensor operation,
+    touches no CUDA, opens no socket but the agent's. NumPy's OpenBLAS would start threads when it
+    is loaded; it is told not to, and each child sets the number that it would have had.
+
+Who is whose child
+    Workers belong to the agent, not to this process: they are forked by a process in between that
+    ends at once, so that the kernel gives them to the agent, the nearest ancestor that adopts
+    orphans. They wait until that has happened before they bind their life to the agent's.
+
+When workers cannot be forked (:func:`_why_not`), the agent is told why, and uses ``exec``.
+"""
+
+# What must be done before the first import stands before it:
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import sys
+
+if not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]  # this file's folder: its modules are not top-level ones
+
+import gc
+
+gc.disable()  # what an import makes stays; looking for garbage in it takes a tenth of the time
+
+import contextlib
+import ctypes
+import glob
+import importlib
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from farandole.launch import kernel, worker
+
+AGENT = 0
+"""The descriptor of the socket to the agent: standard input, of no other use here."""
+
+_SOON_NEEDED = (
+    "farandole.torch",
+    "farandole.comm.engines.c10d_open",
+    "farandole.comm.engines.gloo",
+    "farandole.comm.engines.staged",
+    "encodings.ascii",
+    "encodings.idna",
+)
+"""What every rank would import by itself before its first collective is done."""
+
+_DESCRIPTORS = 4
+"""A worker's standard streams and the pipe for its failure report."""
+
+
+def main() -> None:
+    """Import, wait for the agent's wish, fork; in a worker, run the user's program."""
+    agent = os.getppid()
+    kernel.die_with(agent)
+    channel = socket.socket(fileno=os.dup(AGENT))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, AGENT)
+    os.close(nothing)
+    try:
+        import torch
+    except Exception as error:  # noqa: BLE001 - the program may not need it; its own import will say
+        _answer(channel, why=f"torch cannot be imported here: {type(error).__name__}: {error}")
+        return
+    for module in _SOON_NEEDED:
+        with contextlib.suppress(Exception):  # the program's own import will say what is wrong
+            importlib.import_module(module)
+    gc.freeze()
+    request, descriptors = _receive(channel)
+    if request is None:
+        return
+    why = _why_not(request)
+    if why:
+        _answer(channel, why=why)
+        return
+    seat = _fork_all(channel, request, descriptors)
+    if seat is None:
+        return
+    channel.close()
+    _become_worker(torch, request, *seat, agent)
+
+
+def _receive(channel: socket.socket) -> tuple[Any, list[list[int]]]:
+    """The wish of the agent and each rank's descriptors; ``None`` when the agent wants nothing.
+
+    The wish is JSON in a memory file, since it holds environments and a packet is small.
+    """
+    _, files, _, _ = socket.recv_fds(channel, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if not files:
+        return None, []
+    with open(files[0], "rb") as file:
+        request = json.loads(file.read())
+    seats: list[list[int]] = []
+    for _ in request["ranks"]:
+        _, descriptors, _, _ = socket.recv_fds(channel, 1, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        seats.append(list(descriptors))
+    return request, seats
+
+
+def _answer(channel: socket.socket, **fields: Any) -> None:
+    try:
+        channel.send(json.dumps(fields).encode("ascii"))
+    except OSError:
+        # The agent has ended, or given this process up.
+        return
+
+
+def _why_not(request: Any) -> str:
+    """Why this program would notice that it was forked; empty when it would not."""
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        return f"importing torch started {threads - 1} threads"
+    if sys.gettrace() or sys.getprofile():
+        return "a tracer or profiler runs in every Python process"
+    if sys.flags.inspect:
+        return "Python is to stay in interactive mode"
+    form, argv = request["form"], request["argv"]
+    folder = os.getcwd()
+    if form == "script":
+        if not argv[0].endswith(".py") or not os.path.isfile(argv[0]):
+            return f"{argv[0]} is not a Python source file"
+        folder = os.path.dirname(os.path.realpath(argv[0]))
+    shadowing = _shadowing(folder)
+    return f"the program would import its own {shadowing}" if shadowing else ""
+
+
+def _shadowing(folder: str) -> str:
+    """A file of the program's that it would import instead of a module that is imported here."""
+    imported = {name.partition(".")[0] for name in sys.modules}
+    for entry in sorted(os.listdir(folder)):
+        name = entry.partition(".")[0]
+        path = os.path.join(folder, entry)
+        importable = entry.endswith((".py", ".so")) or os.path.isfile(
+            os.path.join(path, "__init__.py")
+        )
+        if importable and name in imported and name not in sys.builtin_module_names:
+            origin = getattr(sys.modules.get(name), "__file__", None)
+            if origin and os.path.realpath(origin).startswith(os.path.realpath(path)):
+                continue
+            return entry
+    return ""
+
+
+def _fork_all(
+    channel: socket.socket, request: Any, descriptors: list[list[int]]
+) -> tuple[int, list[int]] | None:
+    """Fork the workers: returns ``None`` here, and index and descriptors in each worker."""
+    adopted, release = os.pipe()
+    between = os.fork()
+    if between == 0:
+        pids: list[int] = []
+        for index, own in enumerate(descriptors):
+            pid = os.fork()
+            if pid == 0:
+                os.close(release)
+                os.read(adopted, 1)  # ends when the process in between has ended
+                os.close(adopted)
+                for other in descriptors[:index] + descriptors[index + 1 :]:
+                    for descriptor in other:
+                        os.close(descriptor)
+                return index, own
+            pids.append(pid)
+        _answer(channel, pids=pids)
+        os._exit(0)
+    os.close(adopted)
+    os.waitpid(between, 0)
+    os.close(release)
+    return None
+
+
+def _become_worker(
+    torch: Any, request: Any, index: int, descriptors: Sequence[int], agent: int
+) -> None:
+    while os.getppid() != agent:
+        time.sleep(0.001)  # the kernel is about to give this process to the agent
+    *streams, report = descriptors
+    report = worker.out_of_the_way(report)
+    worker.settle(streams, agent)
+    for stream in streams:
+        os.close(stream)
+    worker.replace_environment(request["environment"] | request["ranks"][index])
+    worker.open_standard_streams()
+    _draw_seeds_anew(torch)
+    _give_openblas_its_threads()
+    gc.enable()
+    program, arguments = request["argv"][0], request["argv"][1:]
+    if request["form"] == "script":
+        worker.run_script(program, arguments, report)
+    else:
+        worker.run_module(program, arguments, report)
+
+
+def _draw_seeds_anew(torch: Any) -> None:
+    """Give each worker random states of its own. Python's own ``random`` has done so by itself."""
+    torch.default_generator.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "multiprocessing.process" in sys.modules:
+        process = sys.modules["multiprocessing.process"].current_process()
+        process.authkey = os.urandom(32)
+
+
+def _give_openblas_its_threads() -> None:
+    names = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
+    given = next((os.environ[name] for name in names if os.environ.get(name, "").isdigit()), "")
+    cores = len(os.sched_getaffinity(0))
+    wanted = min(int(given or cores) or cores, cores)
+    if wanted == 1 or "numpy" not in sys.modules:
+        return
+    folder = os.path.dirname(str(sys.modules["numpy"].__file__)) + ".libs"
+    for path in glob.glob(os.path.join(glob.escape(folder), "*openblas*")):
+        library = ctypes.CDLL(path)
+        for suffix in ("64_", ""):
+            for prefix in ("scipy_", ""):
+                setter = getattr(library, f"{prefix}openblas_set_num_threads{suffix}", None)
+                if setter is not None:
+                    setter(wanted)
+                    return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""From words to a task, and the guess that is made before the words are read properly."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from farandole.cli.run import command
+from farandole.core.errors import UsageError
+from farandole.launch import early, environment, host, plan, spec
+from farandole.launch.task import Program
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "notes.txt").write_text("")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "program"),
+    [
+        (["train.py", "-x"], Program(form="script", argv=("train.py", "-x"))),
+        ([sys.executable, "train.py"], Program(form="script", argv=("train.py",))),
+        ([sys.executable, "-m", "a.b", "c"], Program(form="module", argv=("a.b", "c"))),
+        ([sys.executable, "-u", "x"], Program(form="command", argv=(sys.executable, "-u", "x"))),
+        (["sh", "-c", "true"], Program(form="command", argv=("sh", "-c", "true"))),
+    ],
+)
+def test_what_a_program_is(words: list[str], program: Program) -> None:
+    assert plan.recognise(words) == program
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["absent.py"], "no file absent.py"),
+        (["./notes.txt"], "neither a Python script"),
+        (["no-such-command"], "no command no-such-command"),
+        ([], "no program"),
+    ],
+)
+def test_what_is_no_program(words: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        plan.recognise(words)
+
+
+def test_options_go_before_the_job_file_which_goes_before_defaults(folder: Path) -> None:
+    (folder / "job.yaml").write_text(
+        "command: ['train.py', '--name', 'two words']\nranks: 3\ngrace: 5\n"
+        "env: {A: '1', B: '1'}\nstart_timeout: 7\noutput_dir: logs\n"
+    )
+    task = plan.resolve(["job.yaml", "--more"], ranks=2, env=["B=2"], grace=0.0)
+    assert task.program.argv == ("train.py", "--name", "two words", "--more")
+    assert (task.size, task.grace, task.start_timeout) == (2, 0.0, 7.0)
+    assert task.environment == {"A": "1", "B": "2"}
+    assert task.output_dir == "logs"
+
+
+def test_start_timeout_comes_from_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "33")
+    assert plan.resolve(["train.py"]).start_timeout == 33.0
+    assert plan.resolve(["train.py"], start_timeout=4.0).start_timeout == 4.0
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "soon")
+    with pytest.raises(UsageError, match="HOROVOD_START_TIMEOUT"):
+        plan.resolve(["train.py"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("ranks: 2", r"command: is missing"),
+        ("command: a.py\nrank: 2", r"rank: there is no such field. Did you mean ranks\?"),
+        ("command: a.py\nranks: 0", r"ranks: 0 is not accepted: .*greater than or equal to 1"),
+        ("command: a.py\nranks: two", r"ranks: 'two' is not accepted"),
+        ("command: a.py\nenv: {A: 1}", r"env.A: 1 is not accepted: .*string. Put it in quotes"),
+        ("command: a.py\ngrace: -1", r"grace: -1 is not accepted"),
+        ("- a", r"must hold fields"),
+        ("a: [", r"is not YAML"),
+    ],
+)
+def test_errors_in_a_job_file_name_field_value_and_remedy(
+    folder: Path, text: str, said: str
+) -> None:
+    (folder / "job.yaml").write_text(text)
+    with pytest.raises(UsageError, match=said) as caught:
+        spec.load("job.yaml")
+    assert "job.yaml" in str(caught.value)
+
+
+def test_a_job_file_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match=r"absent.yaml: No such file"):
+        spec.load("absent.yaml")
+
+
+def test_the_guess_knows_which_options_take_a_value() -> None:
+    valued = {
+        name
+        for option in command.params
+        if isinstance(option, click.Option) and not option.is_flag
+        for name in option.opts
+    }
+    assert valued == early.VALUED
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-np", "2", "train.py", "--env", "X=1"],
+        ["-n", "2", "--env", "A=1", "--env", "B=2=3", "--grace", "3", "train.py"],
+        ["-v", "--output-dir", "x", "--env", "OMP_NUM_THREADS=7", "-np", "2", "train.py"],
+        ["--env=A=1", "-m", "package.train"],
+        ["-np", "2", "--", sys.executable, "train.py"],
+        ["train.py"],
+    ],
+)
+def test_the_guess_agrees_with_what_is_read_later(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = command.make_context("run", list(arguments))
+    task = plan.resolve(context.params.pop("program"), **context.params)
+    environ = {"PATH": "/bin", "RANK": "3", "HOROVOD_SIZE": "9"}
+    assert early.guessed_environment(arguments, environ) == environment.shared(
+        environ, task.environment, local_size=task.size, cores=host.usable_cores()
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["-np", "2", "--dry-run", "train.py"], ["--no-fork", "train.py"], ["a.yaml"], []],
+)
+def test_no_guess_where_nothing_is_to_be_forked(arguments: list[str]) -> None:
+    assert early.guessed_environment(arguments, {}) is None
+
+
+def test_the_environment_of_ranks() -> None:
+    shared = environment.shared(
+        {"A": "1", "RANK": "7", "MASTER_PORT": "1"}, {"B": "2"}, local_size=4, cores=9
+    )
+    assert shared == {"A": "1", "B": "2", "OMP_NUM_THREADS": "2", "PYTHONFAULTHANDLER": "1"}
+    crowded = environment.shared({}, {}, local_size=4, cores=2)
+    assert crowded["OMP_NUM_THREADS"] == "1"
+    own = environment.own(1, 2, store="h:1", secret="s", start_timeout=5.0, master=("127.0.0.1", 9))
+    assert own["RANK"] == own["FARANDOLE_LOCAL_RANK"] == own["HOROVOD_RANK"] == "1"
+    assert own["WORLD_SIZE"] == own["HOROVOD_LOCAL_SIZE"] == "2"
+    assert own["FARANDOLE_CROSS_RANK"] == "0"
+    assert own["MASTER_PORT"] == "9"
