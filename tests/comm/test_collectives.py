@@ -366,6 +366,29 @@ def test_tensors_that_require_grad_are_taken_as_their_values():
     run_threads(2, in_group(check))
 
 
+@pytest.mark.parametrize("run", [run_threads, run_processes])
+def test_begun_in_inference_mode_and_waited_for_outside(run):
+    def check(group: Group) -> None:
+        begun = []
+        with torch.inference_mode(group.rank == 0):  # each rank as it likes
+            mine = torch.arange(4.0)
+            begun.append(group.allreduce_async(mine, op=Op.SUM))
+            begun.append(group.allreduce_async(torch.ones(2), inplace=True))
+            begun.append(group.allgather_async(mine))
+            begun.append(group.broadcast_async(mine, root=0))
+            begun.append(group.reducescatter_async(mine, op=Op.SUM))
+        total, one, gathered, same, rows = [handle.wait() for handle in begun]
+        alltoall, _ = group.alltoall_async(mine).wait()
+        assert total.tolist() == [0, 2, 4, 6]
+        assert one.tolist() == [1, 1]
+        assert gathered.tolist() == [0, 1, 2, 3] * 2
+        assert same.tolist() == [0, 1, 2, 3]
+        assert rows.tolist() == [[0, 2], [4, 6]][group.rank]
+        assert alltoall.tolist() == [[0, 1], [2, 3]][group.rank] * 2
+
+    run(2, in_group(check))
+
+
 def test_wrong_arguments_are_refused_on_the_spot_and_the_group_goes_on():
     def check(group: Group) -> None:
         ones = torch.ones(4)

@@ -252,3 +252,19 @@ def test_background_workers_load_what_their_rank_was_dealt(context: str, persist
         assert len(mine) == len(others) == 4
         assert flat([mine, others]) == list(range(15))
     assert flat([first[1], second[1]]) == list(range(8))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_two_passes_at_once(workers: int) -> None:
+    def be(rank: int) -> list[tuple[list[int], list[int]]]:
+        from test_loader import Numbers
+
+        hvd.init()
+        loader = hvd.DataLoader(Numbers(24), 2, num_workers=workers)
+        pairs = [(one.tolist(), two.tolist()) for one, two in zip(loader, loader, strict=True)]
+        hvd.shutdown()
+        return pairs
+
+    first, second = run_processes(2, be)
+    assert all(one == two for one, two in first + second)
+    assert flat([one for one, _ in first + second]) == list(range(24))

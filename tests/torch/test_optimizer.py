@@ -751,3 +751,176 @@ def test_unfrozen_after_wrapping():
         optimizer.step()
 
     ranks(rank_function)
+
+
+# What scripts do to gradients
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_a_gradient_may_be_pointed_at_other_memory(op, zeroes):
+    """``p.grad.data = ...``, as scripts write it, and as moving a model to another format does."""
+
+    def rank_function(rank):
+        one, two = parameter(1.0), parameter(1.0)
+        optimizer = wrapped([one, two], op=op)
+        whole = SIZE if op == hvd.Sum else 1
+        expected = 0.0
+        for step in range(4):
+            (one * (rank + 1 + step)).sum().backward()
+            if step == 0:
+                two.sum().backward()
+            expected = (0.0 if zeroes else expected) + whole * (1.5 + step)
+            assert one.grad.tolist() == [expected] * 3
+            one.grad.data = one.grad.data * 10
+            expected *= 10
+            if not zeroes:  # also where this rank adds nothing
+                assert two.grad.tolist() == [whole * 10.0**step] * 3
+                two.grad.data = two.grad.data * 10
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+
+    ranks(rank_function)
+
+
+def test_the_memory_format_may_change():
+    def rank_function(rank):
+        model = make_model().to(memory_format=torch.contiguous_format)
+        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
+        for step, batch in enumerate(batches(4)):
+            loss_of(model, share(batch, rank, SIZE)).backward()
+            if step == 1:
+                model.to(memory_format=torch.channels_last)
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    plain = make_model()
+    alone = sgd(plain.parameters())
+    for batch in batches(4):
+        loss_of(plain, batch).backward()
+        alone.step()
+        alone.zero_grad()
+    results = ranks(rank_function)
+    assert_equal_bits(results)
+    for ours, theirs in zip(results[0], weights(plain), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_asking_for_gradients_changes_none(op):
+    """``torch.autograd.grad`` adds to no ``grad``, so it must leave a reduced one alone."""
+
+    def rank_function(rank):
+        weight = parameter(2.0)
+        wrapped([weight], op=op)
+        optimizer = wrapped([weight], op=op)
+        for _ in range(2):
+            loss = (weight * (rank + 1)).sum()
+            loss.backward(retain_graph=True)
+            before = weight.grad.clone()
+            (asked,) = torch.autograd.grad(loss, [weight], retain_graph=True)
+            assert asked.tolist() == [rank + 1.0] * 3
+            assert torch.equal(weight.grad, before)
+            loss.backward()
+            assert torch.equal(weight.grad, 2 * before)
+            optimizer.zero_grad()
+
+    ranks(rank_function)
+
+
+def test_parameters_that_take_the_place_of_others():
+    """Python gives the ``id`` of what is gone to something new."""
+
+    def rank_function(rank):
+        optimizer = wrapped([parameter(0.0)])
+        for change in range(30):
+            optimizer.param_groups.clear()
+            weight = parameter(0.0, length=1 + change % 3)
+            optimizer.add_param_group({"params": [weight]})
+            for _ in range(2):
+                (weight * (rank + 1)).sum().backward()
+                assert set(weight.grad.tolist()) == {1.5}
+                optimizer.step()
+                optimizer.zero_grad()
+            del weight
+
+    ranks(rank_function)
+
+
+def test_a_failed_backward_pass_is_forgotten():
+    """Also when the model, not the optimizer, clears the gradients afterwards."""
+
+    def rank_function(rank):
+        one, two = parameter(1.0), parameter(1.0)
+        wrapped([one, two])
+        optimizer = wrapped([one, two])
+
+        def fail(_):
+            raise RuntimeError("out of memory")
+
+        for step in range(5):
+            inner = one * (rank + 1)
+            if step == 3:
+                inner.register_hook(fail)
+            try:
+                (inner * two * 2).sum().backward()
+            except RuntimeError as error:
+                assert "out of memory" in str(error)  # noqa: PT017
+            else:
+                assert one.grad.tolist() == two.grad.tolist() == [3.0] * 3
+            one.grad = two.grad = None
+        assert optimizer is not None
+
+    ranks(rank_function)
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_a_backward_pass_in_a_hook_of_the_users(op):
+    def rank_function(rank):
+        one, two = parameter(1.0), parameter(1.0)
+        optimizer = wrapped([one, two], op=op)
+        whole = SIZE if op == hvd.Sum else 1
+
+        def more(_):
+            with torch.enable_grad():
+                (two * (rank + 1)).sum().backward()
+
+        for _ in range(3):
+            inner = one * (rank + 1)
+            inner.register_hook(more)
+            (inner * two).sum().backward()
+            assert one.grad.tolist() == [1.5 * whole] * 3
+            assert two.grad.tolist() == [3.0 * whole] * 3
+            optimizer.zero_grad()
+
+    ranks(rank_function)
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_gradients_that_the_script_keeps(op):
+    """As methods do that compare the gradients of several losses or steps."""
+
+    def rank_function(rank):
+        one, two = parameter(1.0), parameter(1.0)
+        optimizer = wrapped([one, two], op=op)
+        whole = SIZE if op == hvd.Sum else 1
+        kept, views = [], []
+        for step in range(4):
+            (one * (rank + step) + two * rank).sum().backward()
+            kept.append(one.grad)
+            views.append(two.grad[1:])
+            optimizer.zero_grad()
+        assert [each.tolist() for each in kept] == [[whole * (0.5 + step)] * 3 for step in range(4)]
+        assert [each.tolist() for each in views] == [[whole * 0.5] * 2] * 4
+        kept.clear()
+        views.clear()
+        addresses = set()
+        for _ in range(3):
+            (one * 2 + two).sum().backward()
+            addresses.add(one.grad.data_ptr())
+            optimizer.zero_grad()
+        assert len(addresses) == 1  # nothing kept: nothing allocated
+
+    ranks(rank_function)

@@ -95,6 +95,20 @@ def test_channels_last():
     ranks(rank_function)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_half_precision(dtype):
+    def rank_function(rank):
+        norm, alone = hvd.SyncBatchNorm(4).to(dtype), nn.BatchNorm1d(4)
+        x = global_batch((9, 4), dtype)
+        mine = x.chunk(3)[rank].clone().requires_grad_()
+        y = norm(mine)
+        y.sum().backward()
+        assert y.dtype == mine.grad.dtype == norm.weight.grad.dtype == dtype
+        torch.testing.assert_close(y.float(), alone(x.float()).chunk(3)[rank], rtol=0.02, atol=0.02)
+
+    ranks(rank_function)
+
+
 def test_without_running_statistics_evaluation_uses_the_batch():
     def rank_function(rank):
         norm = hvd.SyncBatchNorm(4, track_running_stats=False).eval()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from farandole.comm.engines.base import Engine
 from farandole.comm.fusion import plan as plans
@@ -32,8 +33,8 @@ class Terms:
     passes_per_step: int
     predivide: float
     sparse_as_dense: bool
-    families: dict[int, int] = field(default_factory=dict)
-    """``id(parameter)`` → number of the parameters' group that shares a bucket."""
+    families: MutableMapping[Tensor, int] = field(default_factory=WeakIdKeyDictionary)
+    """The number of the parameters' group that shares a bucket with each parameter."""
 
     def said(self) -> dict[str, str]:
         """What the ranks compare, by the names of the arguments."""
@@ -126,7 +127,7 @@ def _spec(
         dtype=str(parameter.dtype).removeprefix("torch."),
         itemsize=parameter.element_size(),
         device=devices[parameter.device],
-        family=terms.families.get(id(parameter)),
+        family=terms.families.get(parameter),
     )
 
 

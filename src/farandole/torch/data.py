@@ -85,11 +85,9 @@ class DataLoader(torch_data.DataLoader[T_co]):
         began = time.perf_counter()
         if isinstance(self.dataset, _Strided):
             self.dataset.place = self._ring.place()
-        dealer = self._dealer
-        if dealer is not None:
-            dealer.begin()
         batches = super().__iter__()
-        return _Handing(self, batches, dealer, time.perf_counter() - began)
+        dealt = None if self._dealer is None else self._dealer.latest
+        return _Handing(self, batches, dealt, time.perf_counter() - began)
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next ``iter(loader)`` is; later ones count on from it.
@@ -132,6 +130,16 @@ class _Ring:
         return (0, 1) if group is None else (group.rank, group.size)
 
 
+class _Pass:
+    """One walk through the data; several may be under way at once."""
+
+    def __init__(self) -> None:
+        self.sizes: deque[int] = deque()
+        """Samples in each batch that was dealt and not handed out yet."""
+        self.agreeing = 0.0
+        """Seconds that went into agreeing with the other ranks."""
+
+
 class _Dealer(torch_data.BatchSampler):
     """Yields the indices of this rank's batches.
 
@@ -141,20 +149,13 @@ class _Dealer(torch_data.BatchSampler):
     def __init__(self, loader: DataLoader[Any], ring: _Ring, *, shuffle: bool) -> None:
         super().__init__(loader.sampler, loader.batch_size or 1, loader.drop_last)
         self.epoch = 0
-        self.sizes: deque[int] = deque()
-        """Samples in each batch that was dealt and not handed out yet."""
-        self.agreeing = 0.0
-        """Seconds of the current pass that went into agreeing with the other ranks."""
+        self.latest = _Pass()
+        """The pass that was begun last."""
         self._dataset: Any = loader.dataset
         self._generator: torch.Generator | None = loader.generator
         self._shuffle = shuffle
         self._ring = ring
         self._must_divide = loader.batch_size is None
-
-    def begin(self) -> None:
-        """Forget what an unfinished pass left behind."""
-        self.sizes.clear()
-        self.agreeing = 0.0
 
     def deal(self, ranks: int) -> Deal:
         """How the data set, at its present length, is dealt to ``ranks`` ranks."""
@@ -173,15 +174,21 @@ class _Dealer(torch_data.BatchSampler):
         return super().__len__() if group is None else self.deal(group.size).batches
 
     def __iter__(self) -> Iterator[list[int]]:
+        self.latest = _Pass()
+        return self._batches(self.latest)
+
+    def _batches(self, begun: _Pass) -> Iterator[list[int]]:
         group = self._ring.group()
-        batches = super().__iter__() if group is None else self._shared(group)
+        batches = super().__iter__() if group is None else self._shared(group, begun)
         for batch in batches:
-            self.sizes.append(len(batch))
+            begun.sizes.append(len(batch))
             yield batch
 
-    def _shared(self, group: groups.Group) -> Iterator[list[int]]:
+    def _shared(self, group: groups.Group, begun: _Pass) -> Iterator[list[int]]:
         deal = self.deal(group.size)
+        began = time.perf_counter()
         seed, epoch = self._agree(group, deal), self.epoch
+        begun.agreeing += time.perf_counter() - began
         self.epoch += 1
         if not self._shuffle:
             yield from (list(deal.positions(k, group.rank)) for k in range(deal.batches))
@@ -197,7 +204,6 @@ class _Dealer(torch_data.BatchSampler):
         A pass that only some ranks begin would otherwise shift the epochs between the ranks, and
         some samples would silently be seen twice and others never.
         """
-        began = time.perf_counter()
         generator = self._generator or torch.default_generator
         order = f"epoch {self.epoch}, shuffled" if self._shuffle else "in order"
         mine = {"pass": order, "deal": asdict(deal), "seed": generator.initial_seed()}
@@ -207,7 +213,6 @@ class _Dealer(torch_data.BatchSampler):
         ]
         if any((one["pass"], one["deal"]) != (mine["pass"], mine["deal"]) for one in said):
             raise MismatchError(_describe_mismatch(said), ranks=range(group.size))
-        self.agreeing += time.perf_counter() - began
         return int(said[0]["seed"])
 
 
@@ -290,12 +295,12 @@ class _Handing(Iterator[T_co]):
         self,
         loader: DataLoader[T_co],
         batches: Any,
-        dealer: _Dealer | None,
+        dealt: _Pass | None,
         seconds: float,
     ) -> None:
         self._loader = loader
         self._batches = batches
-        self._dealer = dealer
+        self._dealt = dealt
         self._seconds = seconds
         """Spent on starting the pass, counted with its first batch."""
 
@@ -304,13 +309,13 @@ class _Handing(Iterator[T_co]):
         batch: T_co = next(self._batches)
         waited = self._seconds + time.perf_counter() - began
         self._seconds = 0.0
-        dealer = self._dealer
-        if dealer is not None:
-            waited, dealer.agreeing = waited - dealer.agreeing, 0.0
+        dealt = self._dealt
+        if dealt is not None:
+            waited, dealt.agreeing = waited - dealt.agreeing, 0.0
         # An order of the user's own does not say whether it trains; gradients do.
         shuffles = self._loader._shuffles
         training = torch.is_grad_enabled() if shuffles is None else shuffles
-        samples = dealer.sizes.popleft() if dealer is not None else self._count(batch)
+        samples = dealt.sizes.popleft() if dealt is not None else self._count(batch)
         events.emit(
             events.BatchLoaded(samples=samples, seconds=max(0.0, waited), training=training)
         )

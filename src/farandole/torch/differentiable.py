@@ -111,7 +111,7 @@ class Allgather(torch.autograd.Function):
         """See the module."""
         group: Group = ctx.group
         averaged = _average(group, gradients)
-        rows = group.allgather(torch.tensor([ctx.rows]))
+        rows = group.allgather(torch.tensor([ctx.rows], device="cpu"))
         starts = rows[: group.rank].sum(0).tolist()
         mine = (
             gradient[start : start + length]

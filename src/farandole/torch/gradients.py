@@ -13,11 +13,14 @@ bucket, when the pass ends.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import graph
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -31,8 +34,6 @@ from farandole.torch.accumulation import Accumulation
 from farandole.torch.agreement import Agreed, Terms
 from farandole.torch.channel import Channel
 
-_PASS = backward.BackwardPass()
-
 _hooks: MutableMapping[Tensor, list[RemovableHandle]] = WeakIdKeyDictionary()
 """The hooks of ours that each parameter has."""
 
@@ -40,13 +41,13 @@ _hooks: MutableMapping[Tensor, list[RemovableHandle]] = WeakIdKeyDictionary()
 class Gradients:
     """Reduces the gradients of ``parameters()``, now and as that set changes.
 
-    ``names`` (``id(parameter)`` → name) are for messages and must be alike on all ranks.
+    ``names`` are for messages and must be alike on all ranks.
     """
 
     def __init__(
         self,
         parameters: Callable[[], list[Tensor]],
-        names: dict[int, str],
+        names: MutableMapping[Tensor, str],
         channel: Channel,
         terms: Terms,
     ) -> None:
@@ -56,11 +57,17 @@ class Gradients:
         self._names = names
         self._channel = channel
         self._agreed: Agreed | None = None
-        self._hooks: dict[int, list[RemovableHandle]] = {}
+        # Not by id: that of a parameter which is gone may be given to a new one.
+        self._hooks: MutableMapping[Tensor, list[RemovableHandle]] = WeakIdKeyDictionary()
+        self._accumulators: MutableMapping[Tensor, Node] = WeakIdKeyDictionary()
+        """The node that adds to ``grad``; autograd itself forgets it, and our hook with it."""
         self._order: list[int] = []
         """``id`` of parameters as they became ready in a pass that only watched."""
+        self._pass: backward.BackwardPass | None = None
+        """The pass that is open."""
         self._task: int | None = None
         """The graph task of the hook before, while a pass is open."""
+        self._entering = threading.Lock()
         self._reduces = False
         """Whether the pass that is open ends in a reduction."""
         self._begun: Agreed | None = None
@@ -74,10 +81,10 @@ class Gradients:
 
     def name_of(self, parameter: Tensor) -> str:
         """What messages call a parameter; one that was added later has its place for a name."""
-        name = self._names.get(id(parameter))
+        name = self._names.get(parameter)
         if name is None:
             places = [id(each) for each in self._parameters()]
-            name = self._names[id(parameter)] = f"added parameter {places.index(id(parameter))}"
+            name = self._names[parameter] = f"added parameter {places.index(id(parameter))}"
         return name
 
     def change_passes(self, passes: int) -> None:
@@ -94,7 +101,7 @@ class Gradients:
         is still in use finds its gradients reduced already, and reduces them again in ``step()``.
         """
         for parameter in self._parameters():
-            if id(parameter) in self._hooks or not _can_have_gradient(parameter):
+            if parameter in self._hooks or not _can_have_gradient(parameter):
                 continue
             hookable: Any = parameter
             frozen = not parameter.requires_grad
@@ -102,12 +109,15 @@ class Gradients:
                 parameter.requires_grad_()  # torch takes no hook otherwise
             hooks = [hookable.register_post_accumulate_grad_hook(self._accumulated)]
             if self.terms.op is Op.SUM:
-                hooks.append(hookable.register_hook(_BeforeSum(self, parameter)))
+                # Not a hook of the parameter's: torch.autograd.grad() calls that, and adds nothing.
+                accumulator = graph.get_gradient_edge(parameter).node
+                hooks.append(accumulator.register_prehook(_BeforeSum(self, parameter)))
+                self._accumulators[parameter] = accumulator
             if frozen:
                 parameter.requires_grad_(False)
             for hook in _hooks.get(parameter, ()):
                 hook.remove()
-            _hooks[parameter] = self._hooks[id(parameter)] = hooks
+            _hooks[parameter] = self._hooks[parameter] = hooks
 
     def unhook(self) -> None:
         """The optimizer is gone."""
@@ -120,7 +130,7 @@ class Gradients:
     def _accumulated(self, parameter: Tensor) -> None:
         task = backward.current_task()
         if task != self._task:
-            self._enter(task)
+            self._enter(parameter, task)
         agreed = self._begun
         if agreed is None:
             if self._reduces:
@@ -155,13 +165,27 @@ class Gradients:
 
     # A pass.
 
-    def _enter(self, task: int) -> None:
-        new, inner = _PASS.enter(self, task)
-        if new:
-            self._open(self.accumulation.backward())
-        self._task = task
-        if inner and self._agreed is not None:
-            self._agreed.reducer.adds_late = True
+    def _enter(self, parameter: Tensor, task: int) -> None:
+        with self._entering:
+            if task == self._task:  # a thread for another device was quicker
+                return
+            # Out of the way of a pass that is closed first.
+            gradient, parameter.grad = parameter.grad, None
+            self._pass, new, inner = backward.enter(self, task)
+            self._put_back(parameter, gradient)
+            if new:
+                self._open(self.accumulation.backward())
+            if inner and self._agreed is not None:
+                self._agreed.reducer.adds_late = True
+            self._task = task
+
+    def _put_back(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        if parameter.grad is None:
+            parameter.grad = gradient
+        elif gradient is not None:
+            with torch.no_grad():
+                self.undo_sum(parameter)
+                parameter.grad.add_(gradient)
 
     def _open(self, reduces: bool) -> None:
         self._order.clear()
@@ -176,13 +200,14 @@ class Gradients:
             self._begin(agreed)
 
     def _begin(self, agreed: Agreed) -> None:
+        agreed.reducer.spare_kept()
         agreed.reducer.begin(self.accumulation.steps)
         self._compare_steps(agreed)
         self._begun = agreed
 
     def flush(self) -> None:
         """See :class:`backward.Participant`."""
-        self._task = None
+        self._task = self._pass = None
         if not self._reduces:
             return
         group = self._channel.ref.current
@@ -198,6 +223,11 @@ class Gradients:
                 agreed.reducer.flush(lambda place: self._left(parameters[place]))
         except CollectiveError as error:
             raise group.explain(error) from None
+        # The next thing to wait for may be another optimizer's.
+        count = len(agreed.reducer.plan.buckets)
+        if count:
+            last = self._position(agreed, count - 1, self._sequence + count)
+            group.control.note_begun(last)
 
     def _left(self, parameter: Tensor) -> Tensor | None:
         gradient = parameter.grad
@@ -205,7 +235,7 @@ class Gradients:
             return gradient
         return self._plain(parameter, gradient)
 
-    def finish(self) -> None:
+    def finish(self, *, keep: bool) -> None:
         """See :class:`backward.Participant`."""
         if not self._reduces:
             return
@@ -213,29 +243,28 @@ class Gradients:
         agreed, self._begun = self._begun, None
         if agreed is not None:
             with torch.no_grad():
-                self._collect(agreed)
-        self.accumulation.reduced = True
+                agreed.reducer.finish(self._wait_for)
+            if keep:
+                self._hand_out(agreed)
+            self._compare_steps(agreed)
+        self.accumulation.reduced = keep
 
-    def _collect(self, agreed: Agreed) -> None:
-        reducer = agreed.reducer
-        reducer.finish(self._wait_for)
-        for parameter, entry in zip(agreed.parameters, reducer.entries, strict=True):
+    def _hand_out(self, agreed: Agreed) -> None:
+        for parameter, entry in zip(agreed.parameters, agreed.reducer.entries, strict=True):
             parameter.grad = entry.view if entry.present else None
-        self._compare_steps(agreed)
 
     def settle(self) -> None:
         """Outside of backward: close what an exception left open, reduce what is due."""
-        if self._task is not None:
-            _PASS.close()
+        self.discard()
         if self.accumulation.is_due():
             self._open(True)
             self.flush()
-            self.finish()
+            self.finish(keep=True)
 
     def discard(self) -> None:
         """Outside of backward: close what an exception left open."""
-        if self._task is not None:
-            _PASS.close()
+        if self._pass is not None:
+            self._pass.close()
 
     def undo_sum(self, parameter: Tensor) -> None:
         """A gradient is about to be added to a sum over the ranks: keep this rank's share of it."""
@@ -282,18 +311,19 @@ class Gradients:
         self._sequence += 1
         agreed = self._agreed
         assert agreed is not None
+        agreed.group.wait(work, self._position(agreed, bucket, self._sequence))
+
+    def _position(self, agreed: Agreed, bucket: int, sequence: int) -> Position:
         plan = agreed.reducer.plan
-        label = self.terms.label
-        position = Position(
+        return Position(
             path=f"planned/{self._channel.name}",
             group=agreed.group.key,
-            sequence=self._sequence,
-            what=f"bucket {bucket} of step {self.accumulation.steps} of {label}",
+            sequence=sequence,
+            what=f"bucket {bucket} of step {self.accumulation.steps} of {self.terms.label}",
             detail=plan.names(bucket),
             plan=plan.digest,
             members=agreed.group.members,
         )
-        agreed.group.wait(work, position)
 
 
 class _BeforeSum:
@@ -303,9 +333,10 @@ class _BeforeSum:
         self._gradients = gradients
         self._parameter = parameter
 
-    def __call__(self, _: Tensor) -> None:
-        with torch.no_grad():
-            self._gradients.undo_sum(self._parameter)
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        if gradients[0] is not None:
+            with torch.no_grad():
+                self._gradients.undo_sum(self._parameter)
 
 
 def _can_have_gradient(parameter: Tensor) -> bool:

@@ -37,7 +37,8 @@ def broadcast_object(obj: T | None, root_rank: int = 0, name: str | None = None)
     group = current()
     label = name or "broadcast_object"
     pickled = dump(obj) if group.rank == root_rank else bytearray()
-    size = group.broadcast(torch.tensor(len(pickled)), root=root_rank, name=f"{label}.size")
+    length = torch.tensor(len(pickled), device="cpu")
+    size = group.broadcast(length, root=root_rank, name=f"{label}.size")
     if group.rank != root_rank:
         pickled = bytearray(int(size))
     for number, piece in enumerate(torch.split(_as_tensor(pickled), PIECE)):
@@ -58,7 +59,8 @@ def allgather_object(obj: T, name: str | None = None) -> list[T]:
     group = current()
     label = name or "allgather_object"
     pickled = dump(obj)
-    sizes = group.allgather(torch.tensor([len(pickled)]), name=f"{label}.size").tolist()
+    length = torch.tensor([len(pickled)], device="cpu")
+    sizes = group.allgather(length, name=f"{label}.size").tolist()
     return [pickle.loads(each) for each in _gather(group, pickled, sizes, label)]
 
 

@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from farandole.comm.ops import Op
 from farandole.core import events
@@ -23,6 +24,7 @@ from farandole.torch.agreement import Terms
 from farandole.torch.gradients import Gradients
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+ValueT = TypeVar("ValueT")
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -196,9 +198,7 @@ class Distributed(Optimizer):
         held = self._farandole
         gradients = held.gradients
         names = tuple(gradients.name_of(each) for each in options.parameters_of(self))
-        families = tuple(
-            gradients.terms.families.get(id(each)) for each in options.parameters_of(self)
-        )
+        families = tuple(gradients.terms.families.get(each) for each in options.parameters_of(self))
         chosen = dataclasses.replace(held.chosen, names=names, families=families)
         return _restore, (type(held.wrapped), self.__getstate__(), chosen)
 
@@ -215,7 +215,7 @@ def _dress(optimizer: OptimizerT, chosen: options.Options, channel: channels.Cha
     alive = weakref.ref(dressed)
     gradients = Gradients(
         lambda: [] if (optimizer := alive()) is None else options.parameters_of(optimizer),
-        dict(zip(map(id, parameters), names, strict=True)),
+        _by_parameter(zip(parameters, names, strict=True)),
         channel,
         Terms(
             label=label,
@@ -223,17 +223,24 @@ def _dress(optimizer: OptimizerT, chosen: options.Options, channel: channels.Cha
             passes_per_step=chosen.passes_per_step,
             predivide=chosen.predivide,
             sparse_as_dense=chosen.sparse_as_dense,
-            families={
-                id(each): family
+            families=_by_parameter(
+                (each, family)
                 for each, family in zip(parameters, chosen.families, strict=True)
                 if family is not None
-            },
+            ),
         ),
     )
     dressed._farandole = _Attachment(optimizer, chosen, gradients, label)
     gradients.hook()
     weakref.finalize(dressed, gradients.unhook)
     return cast(OptimizerT, dressed)
+
+
+def _by_parameter(pairs: Iterable[tuple[Tensor, ValueT]]) -> MutableMapping[Tensor, ValueT]:
+    """What is known of each parameter, for as long as that lives."""
+    known: MutableMapping[Tensor, ValueT] = WeakIdKeyDictionary()
+    known.update(pairs)
+    return known
 
 
 _classes: dict[type[Optimizer], type[Distributed]] = {}

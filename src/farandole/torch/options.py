@@ -70,7 +70,7 @@ def check_names(
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise UsageError(
             "named_parameters should be a sequence of tuples (name, parameter), usually produced "
-            "by model.namedparameters_of()."
+            "by model.named_parameters()."
         )
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1})

@@ -144,7 +144,13 @@ class _Normalise(torch.autograd.Function):
         ctx.group, ctx.sender = group, sender
         ctx.mark_non_differentiable(mean, variance, count)
         result = F.batch_norm(
-            x, mean.to(dtype), variance.to(dtype), weight, bias, training=False, eps=eps
+            x,
+            mean.to(dtype),
+            variance.to(dtype),
+            None if weight is None else weight.to(dtype),
+            None if bias is None else bias.to(dtype),
+            training=False,
+            eps=eps,
         )
         return result, mean, variance, count
 

@@ -65,6 +65,7 @@ class C10dWork(Work):
         self._natives = natives
         self._tensors = tensors
         self._finish = finish
+        self._finishing = threading.Lock()
         self._failed = False
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -88,9 +89,10 @@ class C10dWork(Work):
             self._natives = natives[1:]
         if self._failed:
             self._engine._check()
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        with self._finishing:  # whoever else waits must not go on before it is done
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()
         self._engine._hand_over(self._tensors)
         self._tensors = ()
         return True
@@ -155,7 +157,8 @@ class C10dEngine(Engine):
         pieces = source.new_empty((self.seat.size, output.numel()))
 
         def finish() -> None:
-            output.copy_(reduce_in_order(list(pieces), reduction))
+            with torch.inference_mode():  # the output may have been made in it
+                output.copy_(reduce_in_order(list(pieces), reduction))
 
         incoming = [output.numel()] * self.seat.size
         return self._begin(

@@ -84,9 +84,8 @@ class GlooEngine(C10dEngine):
                 return True
             except RuntimeError:
                 if native.is_completed():
-                    if native.is_success():
-                        return True
-                    raise
+                    native.wait()  # raises what it failed with: above, the limit may have passed
+                    return True
             if timeout is not None:
                 return False
 

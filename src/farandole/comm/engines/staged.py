@@ -86,7 +86,8 @@ class CudaLane:
 
     def put(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """See :class:`Lane`."""
-        with torch.cuda.stream(self._stream):
+        # The tensor may have been made in inference mode.
+        with torch.cuda.stream(self._stream), torch.inference_mode():
             tensor.copy_(host, non_blocking=True)
         tensor.record_stream(self._stream)
 

@@ -67,7 +67,8 @@ class Board:
                 return round_
             del self.rounds[number]
         try:
-            combine(round_.parts)
+            with torch.inference_mode():  # some ranks' tensors may have been made in it
+                combine(round_.parts)
             round_.completed = True
         except (RuntimeError, ValueError, TypeError) as error:
             text = f"The ranks' tensors do not fit together in round {number}: {error}"

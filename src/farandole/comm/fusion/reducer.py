@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from farandole.comm.engines.base import REDUCIBLE, Engine, Reduction, Work
-from farandole.comm.fusion.plan import GUARDS, BucketPlan, Plan, Slot
+from farandole.comm.fusion.plan import GUARDS, BucketPlan, Plan
 from farandole.core import events
 
 WaitFor = Callable[[Work, int], None]
@@ -31,11 +31,23 @@ WaitFor = Callable[[Work, int], None]
 class Entry:
     """One parameter's place in its bucket, and what happened to it in this pass."""
 
-    __slots__ = ("bucket", "filled_in", "flag", "late", "present", "reduced", "view")
+    __slots__ = (
+        "address",
+        "bucket",
+        "filled_in",
+        "flag",
+        "late",
+        "place",
+        "present",
+        "reduced",
+        "view",
+    )
 
-    def __init__(self, bucket: Bucket, view: Tensor, flag: int) -> None:
+    def __init__(self, bucket: Bucket, place: Tensor, flag: int) -> None:
         self.bucket = bucket
-        self.view = view
+        self.move(place)
+        self.view = self.place.detach()
+        """The same memory, to be handed out after a pass."""
         self.flag = flag
         """Where its flag lies in the bucket's buffer."""
         self.filled_in = 0
@@ -46,6 +58,12 @@ class Entry:
         """Whether the view holds a result, and nothing of this rank's was added since."""
         self.late: Tensor | None = None
         """What came after the bucket had left."""
+
+    def move(self, place: Tensor) -> None:
+        """From now on its part of the bucket is ``place``, and the view is renewed after a pass."""
+        self.place = place
+        """Stays in here: whoever had it could point it elsewhere."""
+        self.address = place.data_ptr()
 
     def result(self) -> Tensor | None:
         """The reduced gradient, or ``None`` when no rank had one."""
@@ -60,12 +78,15 @@ class Bucket:
         "buffer",
         "entries",
         "lane",
+        "layouts",
         "left_at",
         "missing",
         "on_gpu",
         "plan",
+        "storage",
         "tail",
         "tails",
+        "uses",
         "work",
     )
 
@@ -74,12 +95,13 @@ class Bucket:
     ) -> None:
         self.plan = plan
         self.lane = lane
-        self.buffer = torch.zeros(plan.length, dtype=dtype, device=lane.device)
+        self.layouts = views
+        places = self._allocate(dtype)
         self.entries = [
-            Entry(self, _view(self.buffer, slot, layout), plan.payload + place)
-            for place, (slot, layout) in enumerate(zip(plan.slots, views, strict=True))
+            Entry(self, place, plan.payload + number) for number, place in enumerate(places)
         ]
-        self.tail = self.buffer[plan.payload :]
+        self.uses = self._count_uses()
+        """How many tensors of ours share the memory."""
         self.tails = self._prepare_tails(dtype, lane.device)
         self.missing = len(self.entries)
         """How many gradients this rank does not have (yet)."""
@@ -88,6 +110,25 @@ class Bucket:
         self.work: Work | None = None
         self.left_at = 0.0
         self.on_gpu = self.buffer.is_cuda
+
+    def _allocate(self, dtype: torch.dtype) -> list[Tensor]:
+        self.buffer = torch.zeros(self.plan.length, dtype=dtype, device=self.lane.device)
+        self.storage = self.buffer.untyped_storage()
+        self.tail = self.buffer[self.plan.payload :]
+        return [
+            self.buffer.as_strided(*layout, slot.offset)
+            for slot, layout in zip(self.plan.slots, self.layouts, strict=True)
+        ]
+
+    def _count_uses(self) -> int:
+        count: int = torch._C._storage_Use_Count(self.storage._cdata)  # type: ignore[attr-defined, unused-ignore]
+        return count
+
+    def spare_kept(self) -> None:
+        """Take other memory if the script keeps a gradient of an earlier pass, or a view of it."""
+        if self._count_uses() > self.uses:
+            for entry, place in zip(self.entries, self._allocate(self.buffer.dtype), strict=True):
+                entry.move(place)
 
     def _prepare_tails(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
         """A tail a step modulo :data:`GUARDS`, for when no gradient is missing."""
@@ -149,11 +190,6 @@ class Lane:
         self.streams: set[torch.cuda.Stream] = set()
 
 
-def _view(buffer: Tensor, slot: Slot, layout: Layout) -> Tensor:
-    shape, stride = layout
-    return buffer.as_strided(shape, stride, slot.offset)
-
-
 class Reducer:
     """The state of one plan on this rank. Used by one thread at a time.
 
@@ -174,7 +210,8 @@ class Reducer:
     ) -> None:
         self.plan = plan
         # As a tensor: a float would be made into one at each multiplication.
-        self._factor = None if scale == 1.0 else torch.tensor(scale, dtype=torch.float64)
+        factor = torch.tensor(scale, dtype=torch.float64, device="cpu")
+        self._factor = None if scale == 1.0 else factor
         self._scale = scale
         self._share = reduced_scale / scale
         """What a result is multiplied by to become this rank's gradient again."""
@@ -212,6 +249,11 @@ class Reducer:
             bucket.missing = len(bucket.entries)
             bucket.work = None
 
+    def spare_kept(self) -> None:
+        """Before a pass: leave alone what the script keeps of the results of earlier ones."""
+        for bucket in self._buckets:
+            bucket.spare_kept()
+
     def put(self, index: int, gradient: Tensor) -> None:
         """Take this rank's gradient of a parameter; its bucket may leave.
 
@@ -225,18 +267,21 @@ class Reducer:
             entry.late = gradient if entry.late is None else entry.late.add_(gradient)
             return
         if entry.filled_in == self._pass:
-            entry.view.add_(gradient, alpha=self._scale)
+            entry.place.add_(gradient, alpha=self._scale)
             return
-        entry.filled_in = self._pass
-        if self._factor is not None:
-            torch.mul(gradient, self._factor, out=entry.view)
-        elif gradient is not entry.view:
-            entry.view.copy_(gradient)
+        self._fill(entry, gradient)
         if bucket.on_gpu:
             bucket.lane.streams.add(torch.cuda.current_stream(bucket.lane.device))
         bucket.missing -= 1
         if not bucket.missing:
             self._advance(bucket.lane)
+
+    def _fill(self, entry: Entry, gradient: Tensor) -> None:
+        entry.filled_in = self._pass
+        if self._factor is not None:
+            torch.mul(gradient, self._factor, out=entry.place)
+        elif gradient.data_ptr() != entry.address:
+            entry.place.copy_(gradient)
 
     def _advance(self, lane: Lane) -> None:
         """Let the complete buckets go whose predecessors have left, all but the plan's last."""
@@ -284,17 +329,13 @@ class Reducer:
                 continue
             gradient = gradient_of(slot.index)
             if gradient is None:
-                entry.view.zero_()
+                entry.place.zero_()
                 bucket.buffer[entry.flag] = 0
                 continue
             if gradient is entry.view:
                 self.divide(entry)
-            entry.filled_in = self._pass
             bucket.missing -= 1
-            if self._factor is not None:
-                torch.mul(gradient, self._factor, out=entry.view)
-            elif gradient is not entry.view:
-                entry.view.copy_(gradient)
+            self._fill(entry, gradient)
 
     def finish(self, wait_for: WaitFor) -> None:
         """Wait for every bucket, and reduce again what was added after its bucket had left.
@@ -323,6 +364,9 @@ class Reducer:
             if self._post_scale != 1.0:
                 bucket.buffer[: bucket.plan.payload].mul_(self._post_scale)
             self._read_flags(bucket)
+            for entry in bucket.entries:
+                if entry.view.data_ptr() != entry.address:  # as after `p.grad.data = ...`
+                    entry.view = entry.place.detach()
         for lane in self._lanes.values():
             lane.streams.clear()
         if self._buckets:
