@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import Launcher, wait_until
+from launching import COMMAND, Launcher, wait_until
 
 WAYS = """
 import os, subprocess, sys, time
@@ -251,6 +251,118 @@ def test_a_closed_output_ends_the_job(launcher: Launcher) -> None:
     process.stdout.readline()
     process.stdout.close()
     assert process.wait(timeout=30) == 141
+
+
+def test_a_signal_before_the_ranks_have_started_lets_none_begin(launcher: Launcher) -> None:
+    (launcher.folder / "torch.py").write_text(
+        "import time\nopen('importing', 'w').close()\ntime.sleep(1000)\n"
+    )
+    script = launcher.script("open('began', 'w').close()\n")
+    process = launcher.start("-np", "2", script, env={"PYTHONPATH": str(launcher.folder)})
+    assert wait_until((launcher.folder / "importing").exists, 30.0)
+    assert wait_until(lambda: _catches(process.pid, signal.SIGINT), 30.0)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert time.monotonic() - began < 5.0
+    assert not launcher.running()
+    assert not (launcher.folder / "began").exists()
+
+
+def test_a_signal_that_was_ignored_from_the_start_stays_ignored(launcher: Launcher) -> None:
+    script = launcher.script("print('ready', flush=True)\nprint(input(), flush=True)\n")
+    command = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", *COMMAND]
+    process = subprocess.Popen(
+        [*command, "--no-fork", script], cwd=launcher.folder,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    _read_until(process, rb"ready\n")
+    process.send_signal(signal.SIGHUP)
+    out, _ = process.communicate(b"went on", timeout=30)
+    assert out == b"went on\n"
+    assert process.returncode == 0
+
+
+def test_ctrl_c_after_a_failure_hurries_and_hides_nothing(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('no', flush=True))\n"
+        "open('ready' + os.environ['RANK'], 'w').close()\n"
+        "while not os.path.exists('go'): time.sleep(0.01)\n"
+        "if os.environ['RANK'] == '2':\n"
+        "    sys.exit(3)\n"
+        "while True: time.sleep(1000)\n"
+    )
+    process = launcher.start("-np", "3", "--no-fork", script)
+    assert wait_until(lambda: len(list(launcher.folder.glob("ready*"))) == 3, 30.0)
+    (launcher.folder / "go").touch()
+    _read_until(process, rb"no")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 3
+    assert b"rank 2 exited with code 3 (stopped: ranks 0-1)" in err
+
+
+def test_the_end_of_a_process_that_a_script_forks_is_not_its_own(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import os\n"
+        "if os.fork() == 0:\n"
+        "    raise ValueError('in the child')\n"
+        "print('child:', os.waitstatus_to_exitcode(os.wait()[1]))\n"
+    )
+    done = launcher.run("-v", script)
+    assert "forked" in done.stderr
+    assert "ValueError: in the child" in done.stderr
+    assert (done.returncode, done.stdout) == (0, "child: 1\n")
+
+
+def test_an_exception_of_many_odd_characters_is_told_of(launcher: Launcher) -> None:
+    script = launcher.script("raise ValueError('\\U0001f600\\0' * 5000)\n")
+    done = launcher.run("-v", script)
+    assert "forked" in done.stderr
+    assert "farandole: rank 0 raised ValueError." in done.stderr
+    assert done.returncode == 1
+
+
+def test_who_writes_on_after_a_ranks_end_holds_nothing_up(launcher: Launcher) -> None:
+    done = launcher.run("-np", "2", "--", "sh", "-c", "yes & echo last words >&2; exit 3")
+    assert done.returncode == 3
+    assert "    last words\n" in done.stderr
+    assert not launcher.running()
+
+
+def test_ranks_run_once_where_not_all_of_them_can_be_forked(launcher: Launcher) -> None:
+    (launcher.folder / "sitecustomize.py").write_text(
+        "import errno, os, sys\n"
+        "real, calls = os.fork, []\n"
+        "def fork():\n"
+        "    calls.append(0)\n"
+        "    if len(calls) == 2: raise BlockingIOError(errno.EAGAIN, 'No more processes')\n"
+        "    return real()\n"
+        "if any(word.endswith('prefork.py') for word in sys.orig_argv): os.fork = fork\n"
+    )
+    script = launcher.script("import os\nopen('ran', 'a').write(os.environ['RANK'])\n")
+    done = launcher.run("-v", "-np", "2", script, env={"PYTHONPATH": str(launcher.folder)})
+    assert "executed (fork failed: No more processes)" in done.stderr
+    assert done.returncode == 0
+    assert sorted((launcher.folder / "ran").read_text()) == ["0", "1"]
+
+
+def test_more_ranks_than_descriptors_is_said(launcher: Launcher) -> None:
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -n 60; exec "$@"', "sh", *COMMAND, "-np", "30", "--", "true"],
+        cwd=launcher.folder, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 127
+    assert "could not be started: Too many open files" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def _catches(pid: int, number: signal.Signals) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(re.findall(r"SigCgt:\s*(\w+)", status)[0], 16)
+    return bool(caught >> (number - 1) & 1)
 
 
 def _read_until(process: subprocess.Popen[bytes], pattern: bytes) -> bytes:

@@ -186,6 +186,16 @@ def test_a_rank_0_that_moves_the_cursor_has_the_screen_for_itself() -> None:
     assert screen.feed(0, "stdout", b"\x1b[B done\n", 1.0) == [("stdout", b"\x1b[B done\n")]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_cursor_that_rank_0_has_hidden_is_shown_at_the_end(size: int) -> None:
+    screen = Screen(size, TERMINAL)
+    screen.feed(0, "stdout", b"\x1b[?25l drawing", 0.0)
+    assert screen.finish(1.0)[-1] == ("stdout", b"\x1b[?25h")
+    screen = Screen(size, TERMINAL)
+    screen.feed(0, "stdout", b"\x1b[?25l drawing \x1b[?25h", 0.0)
+    assert not screen.finish(1.0)
+
+
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.sampled_from(["stdout", "stderr"]), st.binary(max_size=12)),

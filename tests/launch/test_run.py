@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
+import termios
 import time
 from pathlib import Path
 
@@ -175,10 +178,73 @@ def test_background_processes_of_a_good_job_are_ended(launcher: Launcher) -> Non
     assert not launcher.running()
 
 
-def _on_terminal(command: list[str], folder: Path, columns: int) -> str:
-    import fcntl
-    import termios
+def test_standard_error_alone_on_a_terminal_stays_apart(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import sys\nprint('out', sys.stdout.isatty())\n"
+        "print('err', sys.stderr.isatty(), file=sys.stderr)\n"
+    )
+    ours, theirs = pty.openpty()
+    process = launcher.start("-np", "2", "--no-fork", script, stderr=theirs)
+    os.close(theirs)
+    out, _ = process.communicate(timeout=60)
+    shown = os.read(ours, 4096)
+    os.close(ours)
+    assert out.splitlines() == [b"[0-1] out False"]
+    assert sorted(shown.splitlines()) == [b"[0] err True", b"[1] err False"]
 
+
+def test_rank_0_hears_of_a_new_width(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import os, signal, sys\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGWINCH])\n"
+        "print('ready', flush=True)\n"
+        "signal.sigwait([signal.SIGWINCH])\n"
+        "print('columns', os.get_terminal_size(1).columns, flush=True)\n"
+    )
+    ours, theirs = pty.openpty()
+    process = launcher.start("--no-fork", script, stdout=theirs, stderr=theirs)
+    shown = b""
+    while b"ready" not in shown:
+        shown += os.read(ours, 4096)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 50, 0, 0))
+    os.close(theirs)
+    process.send_signal(signal.SIGWINCH)
+    assert process.wait(timeout=30) == 0
+    assert b"columns 50" in os.read(ours, 4096)
+    os.close(ours)
+
+
+def test_closed_standard_streams_are_nobodys(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import os\nprint('lost')\nopen('seen' + os.environ['RANK'], 'w').write('ran')\n"
+    )
+    for options in ([], ["--no-fork"]):
+        done = subprocess.run(
+            ["sh", "-c", 'exec "$@" <&- >&-', "sh", *COMMAND, "-np", "2", *options, script],
+            cwd=launcher.folder, stderr=subprocess.PIPE, timeout=60, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, b"")
+        for rank in "01":
+            seen = launcher.folder / f"seen{rank}"
+            assert seen.read_text() == "ran"
+            seen.unlink()
+
+
+def test_output_that_cannot_be_written_is_said(launcher: Launcher) -> None:
+    script = launcher.script("print('much')\nimport time\ntime.sleep(0.2)\n")
+    (launcher.folder / "logs").mkdir()
+    (launcher.folder / "logs" / "rank-0.log").symlink_to("/dev/full")
+    done = launcher.run("--no-fork", "--output-dir", "logs", script)
+    assert (done.returncode, done.stdout) == (0, "much\n")
+    assert "farandole: logs has become unwritable (No space left on device)" in done.stderr
+
+    with open("/dev/full", "wb") as full:
+        done = launcher.run("--no-fork", script, stdout=full)
+    assert done.returncode == 141
+    assert "standard output cannot be written to: No space left" in done.stderr
+
+
+def _on_terminal(command: list[str], folder: Path, columns: int) -> str:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environ = {name: text for name, text in os.environ.items() if name != "NO_COLOR"}

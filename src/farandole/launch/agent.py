@@ -47,6 +47,9 @@ _CHUNK = 1 << 16
 _UNSENT_LIMIT = 1 << 20
 """Bytes that may wait for the job loop before workers' output waits in its pipes."""
 
+_LAST_WORDS = 1 << 20
+"""Bytes, no less than a pipe holds: what comes after them was written after a worker's end."""
+
 _LAST_RESPITE = 2.0
 """Seconds between SIGTERM and SIGKILL for what workers have left behind."""
 
@@ -56,7 +59,7 @@ class Worker:
     """A worker and the ends of its pipes that are ours."""
 
     rank: int
-    ends: list[int]
+    ends: list[int] = field(default_factory=list)
     """Its own ends of standard input, output, error and the report pipe, until it has them."""
     open: set[int] = field(default_factory=set)
     """Descriptors that are still read."""
@@ -154,8 +157,13 @@ class Agent:
 
     def _start(self, message: Message) -> None:
         self._task = message.fields
-        for rank in range(len(self._task["ranks"])):
-            self._workers[rank] = Worker(rank, self._open_streams(rank))
+        self._workers = {rank: Worker(rank) for rank in range(len(self._task["ranks"]))}
+        try:
+            for each in self._workers.values():
+                self._open_streams(each)
+        except OSError as error:
+            self._cannot_start(error)
+            return
         if not self._task["fork"]:
             self._give_up_parent()
             self._execute_all("")
@@ -173,8 +181,16 @@ class Agent:
         self._ask_parent(self._parent)
 
     def _stop(self, message: Message) -> None:
+        number = message.fields["number"]
+        if any(not each.pid for each in self._workers.values()):
+            # They are only now being started: none of them shall begin.
+            self._kill_everything()
+            for each in self._workers.values():
+                if each.code is None:
+                    self._has_ended(each, -number)
+            return
         for each in self._workers.values():
-            self._send_signal(each, message.fields["number"])
+            self._send_signal(each, number)
         self._kill_at = time.monotonic() + message.fields["within"]
 
     def _show_stack(self, message: Message) -> None:
@@ -188,6 +204,8 @@ class Agent:
     def _resize(self, message: Message) -> None:
         if self._terminal is not None:
             _set_size(self._terminal, message.fields)
+            # The kernel tells those whose controlling terminal it is, and it is nobody's.
+            self._send_signal(self._workers[0], signal.SIGWINCH)
 
     def _finish(self, _message: Message) -> None:
         self._finished = True
@@ -214,37 +232,32 @@ class Agent:
 
     # ---- starting
 
-    def _open_streams(self, rank: int) -> list[int]:
-        """Make a worker's streams; returns its ends, and reads ours from now on."""
-        terminal = self._task["terminal"] if rank == 0 else {}
-        stdin = os.dup(0) if rank == 0 else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        ends = [stdin]
-        for stream in ("stdout", "stderr"):
+    def _open_streams(self, each: Worker) -> None:
+        """Make a worker's streams, and read our ends from now on."""
+        first = each.rank == 0
+        terminal = self._task["terminal"] if first else {}
+        each.ends.append(os.dup(0) if first else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        for stream in ("stdout", "stderr", "report"):
             if terminal.get(stream):
-                ends.append(self._open_terminal(terminal))
-                continue
-            ours, theirs = os.pipe()
-            self._read_from(ours, rank, stream)
-            ends.append(theirs)
-        ours, theirs = os.pipe()
-        self._read_from(ours, rank, "report")
-        ends.append(theirs)
-        return ends
+                each.ends.append(self._open_terminal(each, stream, terminal))
+            else:
+                ours, theirs = os.pipe()
+                each.ends.append(theirs)
+                self._read_from(ours, each, stream)
 
-    def _open_terminal(self, size: dict[str, int]) -> int:
+    def _open_terminal(self, each: Worker, stream: str, size: dict[str, int]) -> int:
         """One pseudo-terminal for rank 0's output, so that it draws as it would on the real one."""
         if self._terminal is None:
             self._terminal, theirs = pty.openpty()
             tty.setraw(theirs)
             _set_size(self._terminal, size)
             os.set_inheritable(self._terminal, False)
-            self._read_from(self._terminal, 0, "stdout")
+            self._read_from(self._terminal, each, stream)
             self._terminal_end = theirs
         return os.dup(self._terminal_end)
 
-    def _read_from(self, descriptor: int, rank: int, stream: str) -> None:
+    def _read_from(self, descriptor: int, each: Worker, stream: str) -> None:
         os.set_blocking(descriptor, False)
-        each = self._workers.setdefault(rank, Worker(rank, []))
         each.open.add(descriptor)
         self._streams[descriptor] = (each, stream)
         self._selector.register(descriptor, selectors.EVENT_READ, self._on_output)
@@ -299,8 +312,12 @@ class Agent:
         self._parent = None
 
     def _execute_all(self, why: str) -> None:
-        for each, own in zip(self._workers.values(), self._task["ranks"], strict=True):
-            self._execute(each, self._task["environment"] | own)
+        try:
+            for each, own in zip(self._workers.values(), self._task["ranks"], strict=True):
+                self._execute(each, self._task["environment"] | own)
+        except OSError as error:
+            self._cannot_start(error)
+            return
         pids = [each.pid for each in self._workers.values()]
         self._channel.send("started", pids=pids, how="executed", why=why)
 
@@ -327,6 +344,11 @@ class Agent:
         if text:
             self._channel.send("unstarted", rank=each.rank, why=text)
         self._has_started(each, pid)
+
+    def _cannot_start(self, error: OSError) -> None:
+        """Want of descriptors or processes: the job loop then stops those that have started."""
+        first = next(each for each in self._workers.values() if not each.pid)
+        self._channel.send("unstarted", rank=first.rank, why=error.strerror)
 
     def _has_started(self, each: Worker, pid: int) -> None:
         each.pid = pid
@@ -395,9 +417,11 @@ class Agent:
         self._channel.send("exited", rank=each.rank, code=code)
 
     def _drain(self, descriptor: int, each: Worker, stream: str) -> None:
+        left = _LAST_WORDS
         with contextlib.suppress(OSError):  # nothing there, or a pseudo-terminal without a user
-            while chunk := os.read(descriptor, _CHUNK):
+            while left > 0 and (chunk := os.read(descriptor, _CHUNK)):
                 self._pass_on(each, stream, chunk)
+                left -= len(chunk)
 
     # ---- ending
 

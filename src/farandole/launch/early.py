@@ -10,6 +10,7 @@ agent starts another one. Therefore this module imports next to nothing, not eve
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import sys
@@ -46,12 +47,14 @@ def start_agent(arguments: Sequence[str]) -> Agent:
 
     Call it first in a process of one thread. The agent ends when the returned socket is closed.
     """
+    _open_missing_streams()
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid:
         theirs.close()
-        # Until the job loop listens to signals: end by them, and with this process all of it.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            # Until the job loop listens to signals: end by them, and with this process all of it.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         return Agent(pid, ours)
     status = 70
     try:
@@ -59,6 +62,8 @@ def start_agent(arguments: Sequence[str]) -> Agent:
         os.setsid()
         guess = guessed_environment(arguments, dict(os.environ))
         parent = None if guess is None else start_forking_parent(guess)
+        # Until the launcher wants something, or is gone, the cores are for what is being started.
+        select.select([theirs], [], [])
         from farandole.launch import agent
 
         agent.serve(theirs, parent)
@@ -116,6 +121,13 @@ def start_forking_parent(environ: Mapping[str, str]) -> ForkingParent:
     )
     theirs.close()
     return ForkingParent(pid, ours, dict(environ))
+
+
+def _open_missing_streams() -> None:
+    """Where a standard stream is closed, what is opened next would be taken for it."""
+    while (lowest := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(lowest, True)
+    os.close(lowest)
 
 
 def interpreter_flags() -> list[str]:

@@ -9,7 +9,8 @@ what happens           what follows
 =====================  =======================================================================
 a rank fails           SIGTERM to the others, SIGKILL after :data:`RESPITE`; exit code of the rank
 Ctrl-C, SIGTERM        passed on; SIGKILL after ``grace``; exit code 130 or 143
-a second signal        SIGKILL now
+a second signal, or    SIGKILL now
+one after a failure
 no ``init()`` in time  the stack of the rank that is missing, then as for a failure
 the output is closed   as for SIGTERM; exit code 141
 =====================  =======================================================================
@@ -18,6 +19,7 @@ the output is closed   as for SIGTERM; exit code 141
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
@@ -122,7 +124,8 @@ class Job:
             os.set_blocking(end, False)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         for number in (*_ENDING, signal.SIGWINCH):
-            signal.signal(number, lambda _number, _frame: None)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, lambda _number, _frame: None)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         for rank in range(self._task.size):
             self._store.watch(f"init/{rank}", self._on_init(rank))
@@ -174,8 +177,6 @@ class Job:
             local_size=self._task.size,
             cores=host.usable_cores(),
         )
-        rows, columns = _terminal_size()
-        width = columns - len(f"[{0}] ") if self._task.size > 1 else columns
         self._channel.send(
             "start",
             form=self._task.program.form,
@@ -184,25 +185,31 @@ class Job:
             ranks=own,
             fork=self._task.fork,
             terminal={stream: os.isatty(n + 1) for n, stream in enumerate(STREAMS)}
-            | {"rows": rows, "columns": max(1, width)},
+            | self._size_for_rank_0(),
         )
+
+    def _size_for_rank_0(self) -> dict[str, int]:
+        """The terminal, without the columns that the prefix takes."""
+        rows, columns = _terminal_size()
+        prefix = len("[0] ") if self._task.size > 1 else 0
+        return {"rows": rows, "columns": max(1, columns - prefix)}
 
     # ---- the loop
 
     def _turn(self) -> None:
         self._watch_descriptors()
-        for key, _ in self._selector.select(self._patience()):
-            if key.fd == self._wake_read:
-                self._on_wake()
+        self._selector.select(self._patience())
         for sink in self._sinks.values():
             sink.flush()
         self._channel.flush()
-        if self._unwritten() < _UNWRITTEN_LIMIT:
-            for message in self._channel.receive():
-                self._on_message(message)
+        messages = self._channel.receive() if self._unwritten() < _UNWRITTEN_LIMIT else []
+        # First, since a rank whose end is among the messages may have called init() before.
+        self._on_wake()
+        for message in messages:
+            self._on_message(message)
         self._act()
         self._write(self._screen.due(self._now()))
-        if any(sink.broken for sink in self._sinks.values()) and self._signal is None:
+        if any(sink.broken for sink in self._sinks.values()) and not self._is_ending:
             self._on_user_signal(signal.SIGPIPE)
 
     def _watch_descriptors(self) -> None:
@@ -259,20 +266,24 @@ class Job:
             numbers = os.read(self._wake_read, 4096)
         for number in numbers:
             if number == signal.SIGWINCH:
-                rows, columns = _terminal_size()
-                self._screen.resize(columns)
-                self._channel.send("resize", rows=rows, columns=max(1, columns - len("[0] ")))
+                self._screen.resize(_terminal_size()[1])
+                self._channel.send("resize", **self._size_for_rank_0())
             elif number in _ENDING:
                 self._on_user_signal(number)
         while self._arrived:
             self._verdict.on_init(self._arrived.popleft(), self._now())
 
+    @property
+    def _is_ending(self) -> bool:
+        return self._signal is not None or self._verdict.cause is not None
+
     def _on_user_signal(self, number: int) -> None:
-        if self._signal is not None:
+        hurry = self._is_ending
+        self._verdict.stop()
+        if hurry:
             self._channel.send("stop", number=int(signal.SIGKILL), within=0.0)
             return
         self._signal = number
-        self._verdict.stop()
         passed_on = signal.SIGTERM if number == signal.SIGPIPE else number
         self._channel.send("stop", number=int(passed_on), within=self._task.grace)
 
@@ -300,11 +311,22 @@ class Job:
 
     def _on_output(self, rank: int, stream: str, chunk: bytes) -> None:
         if chunk and self._logs:
-            self._logs[rank].write(chunk)
+            self._log(rank, chunk)
         if stream == "stderr" or (rank == 0 and os.isatty(1)):
             # On a terminal, rank 0's two streams come as one.
             self._verdict.ranks[rank].remember(chunk)
         self._write(self._screen.feed(rank, stream, chunk, self._now()))
+
+    def _log(self, rank: int, chunk: bytes) -> None:
+        try:
+            self._logs[rank].write(chunk)
+        except OSError as error:
+            while self._logs:
+                self._logs.pop().close()
+            self._say(
+                f"farandole: {self._task.output_dir} has become unwritable ({error.strerror}): the "
+                "job goes on, but what ranks print from now on is shown here only."
+            )
 
     def _act(self) -> None:
         action = self._verdict.due(self._now())
@@ -321,9 +343,8 @@ class Job:
         end = self._now() + _AGENT_LIMIT
         while not (self._gone or self._channel.closed) and self._now() < end:
             self._watch_descriptors()
-            for key, _ in self._selector.select(0.5):
-                if key.fd == self._wake_read:
-                    self._on_wake()
+            self._selector.select(0.5)
+            self._on_wake()
             self._channel.flush()
             for message in self._channel.receive():
                 self._on_message(message)
@@ -348,13 +369,17 @@ class Job:
         return cause.exit_code
 
     def _after_signal(self, number: int) -> int:
-        if number != signal.SIGPIPE:
+        broken = self._sinks["stdout"].broken
+        if number == signal.SIGPIPE:
+            if broken is not None and broken.errno != errno.EPIPE:
+                self._say(f"farandole: standard output cannot be written to: {broken.strerror}.")
+        else:
             name = signal.Signals(number).name
             ranks = self._verdict.ranks
             killed = [rank.number for rank in ranks if rank.code == -signal.SIGKILL]
             how = f"; {describe_ranks(killed)} had to be killed" if killed else ""
             self._say(f"farandole: ended by {name}{how}.")
-            self._flush()
+        self._flush()
         return 128 + number
 
 

@@ -76,6 +76,8 @@ def recognise(words: Sequence[str]) -> Program:
         return Program(form="script", argv=tuple(words))
     if shutil.which(words[0]) is None:
         if os.path.isfile(words[0]):
+            if os.access(words[0], os.X_OK):
+                raise UsageError(f"{words[0]} is not on the PATH. Did you mean ./{words[0]}?")
             raise UsageError(
                 f"{words[0]} is neither a Python script (its name does not end in .py) nor "
                 f"executable. Write `-- python {words[0]}`, or make it executable."

@@ -10,9 +10,9 @@ Why forking is safe here
     is loaded; it is told not to, and each child sets the number that it would have had.
 
 Who is whose child
-    Workers belong to the agent, not to this process: they are forked by a process in between that
-    ends at once, so that the kernel gives them to the agent, the nearest ancestor that adopts
-    orphans. They wait until that has happened before they bind their life to the agent's.
+    Workers belong to the agent: this process ends when it has forked them, and so the kernel gives
+    them to the agent, the nearest ancestor that adopts orphans. They wait until that has happened
+    before they bind their life to the agent's.
 
 When workers cannot be forked (:func:`_why_not`), the agent is told why, and uses ``exec``.
 """
@@ -85,11 +85,9 @@ def main() -> None:
     if why:
         _answer(channel, why=why)
         return
-    seat = _fork_all(channel, request, descriptors)
-    if seat is None:
-        return
+    index, own = _fork_all(channel, descriptors)
     channel.close()
-    _become_worker(torch, request, *seat, agent)
+    _become_worker(torch, request, index, own, agent)
 
 
 def _receive(channel: socket.socket) -> tuple[Any, list[list[int]]]:
@@ -142,10 +140,9 @@ def _shadowing(folder: str) -> str:
     for entry in sorted(os.listdir(folder)):
         name = entry.partition(".")[0]
         path = os.path.join(folder, entry)
-        importable = entry.endswith((".py", ".so")) or os.path.isfile(
-            os.path.join(path, "__init__.py")
-        )
-        if importable and name in imported and name not in sys.builtin_module_names:
+        if name not in imported or name in sys.builtin_module_names:
+            continue
+        if entry.endswith((".py", ".so")) or os.path.isfile(os.path.join(path, "__init__.py")):
             origin = getattr(sys.modules.get(name), "__file__", None)
             if origin and os.path.realpath(origin).startswith(os.path.realpath(path)):
                 continue
@@ -153,38 +150,37 @@ def _shadowing(folder: str) -> str:
     return ""
 
 
-def _fork_all(
-    channel: socket.socket, request: Any, descriptors: list[list[int]]
-) -> tuple[int, list[int]] | None:
-    """Fork the workers: returns ``None`` here, and index and descriptors in each worker."""
-    adopted, release = os.pipe()
-    between = os.fork()
-    if between == 0:
-        pids: list[int] = []
+def _fork_all(channel: socket.socket, descriptors: list[list[int]]) -> tuple[int, list[int]]:
+    """Fork the workers and end: returns index and descriptors in each worker, and nowhere else."""
+    forker = os.getpid()
+    all_forked, say_so = os.pipe()
+    pids: list[int] = []
+    try:
         for index, own in enumerate(descriptors):
             pid = os.fork()
             if pid == 0:
-                os.close(release)
-                os.read(adopted, 1)  # ends when the process in between has ended
-                os.close(adopted)
+                os.close(say_so)
+                if not os.read(all_forked, 1):
+                    os._exit(0)  # not all could be forked, so none is to run
+                os.close(all_forked)
+                while os.getppid() == forker:
+                    time.sleep(0.001)  # the kernel is about to give this process to the agent
                 for other in descriptors[:index] + descriptors[index + 1 :]:
                     for descriptor in other:
                         os.close(descriptor)
                 return index, own
             pids.append(pid)
+    except OSError as error:
+        _answer(channel, why=f"fork failed: {error.strerror}")
+    else:
         _answer(channel, pids=pids)
-        os._exit(0)
-    os.close(adopted)
-    os.waitpid(between, 0)
-    os.close(release)
-    return None
+        os.write(say_so, b"." * len(pids))
+    os._exit(0)  # Python's own end would take time from the workers
 
 
 def _become_worker(
     torch: Any, request: Any, index: int, descriptors: Sequence[int], agent: int
 ) -> None:
-    while os.getppid() != agent:
-        time.sleep(0.001)  # the kernel is about to give this process to the agent
     *streams, report = descriptors
     report = worker.out_of_the_way(report)
     worker.settle(streams, agent)

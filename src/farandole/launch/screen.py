@@ -19,6 +19,8 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 """Of prefixes, by rank: cyan, yellow, green, magenta, blue, red."""
 
 _CURSOR_MOVES = re.compile(rb"\x1b(?:\[[0-9;?]*[A-HJSTfhlsu]|[78DEM])")
+_CURSOR_SEEN = re.compile(rb"\x1b\[\?25([hl])")
+_SHOW_CURSOR = b"\x1b[?25h"
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 _ERASE = b"\r\x1b[K"
 
@@ -60,9 +62,13 @@ class Screen:
         self._untouched = size == 1
         """Whether rank 0's bytes pass as they are."""
         self._at_line_start = True
+        self._without_cursor: str | None = None
+        """The stream on whose terminal rank 0 has hidden the cursor."""
 
     def feed(self, rank: int, stream: str, chunk: bytes, now: float) -> list[tuple[str, bytes]]:
         """A rank wrote ``chunk``; an empty one ends that stream."""
+        if rank == 0 and (seen := _CURSOR_SEEN.findall(chunk)):
+            self._without_cursor = stream if seen[-1] == b"l" else None
         if rank == 0 and self._untouched:
             if chunk:
                 self._at_line_start = chunk.endswith(b"\n")
@@ -98,7 +104,10 @@ class Screen:
             for stream in sorted(self._open[rank]):
                 self._end(rank, stream, now)
         self._live = self._live_since = None
-        return self._compose(self._folder.flush(), now)
+        written = self._compose(self._folder.flush(), now)
+        if self._without_cursor is not None and self._surface.terminal[self._without_cursor]:
+            written.append((self._without_cursor, _SHOW_CURSOR))
+        return written
 
     def prefix(self, ranks: Sequence[int]) -> bytes:
         """``[0-3] ``, in the colour of the first rank."""

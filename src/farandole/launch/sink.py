@@ -22,8 +22,8 @@ class Sink:
         self._pending = bytearray()
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLOUT)
-        self.broken = False
-        """Whether the reader is gone; what is written then is dropped."""
+        self.broken: OSError | None = None
+        """Why nothing can be written any more, as when the reader is gone; it is dropped then."""
 
     def fileno(self) -> int:
         """The descriptor, to wait on."""
@@ -45,9 +45,10 @@ class Sink:
         while self._pending and not self.broken and self._poll.poll(timeout * 1000):
             try:
                 written = os.write(self._descriptor, self._pending[:_SURE_TO_FIT])
-            except OSError:
-                # The reader has closed it, or the disk is full: nothing can be said here any more.
-                self.broken = True
+            except BlockingIOError:
+                return  # who shares it has made it non-blocking, and was faster
+            except OSError as error:
+                self.broken = error
                 self._pending.clear()
                 return
             del self._pending[:written]

@@ -31,9 +31,6 @@ from farandole.launch import kernel
 _OUT_OF_THE_WAY = 100
 """The lowest number for a descriptor of ours in a worker: programs expect their first to be 3."""
 
-_LONGEST_REPORT = 32 * 1024
-"""Bytes of a failure report: within what a pipe takes without a reader."""
-
 _OUR_FILES = frozenset([__file__, os.path.join(os.path.dirname(__file__), "prefork.py")])
 
 
@@ -122,6 +119,7 @@ def _run(program: Any, report: int) -> None:
 
     The traceback that the user sees begins at the user's first frame.
     """
+    worker = os.getpid()
     try:
         program()
     except SystemExit:
@@ -129,7 +127,8 @@ def _run(program: Any, report: int) -> None:
     except BaseException as error:  # noqa: BLE001 - whatever it is, Python's own ending follows
         shown = _without_our_frames(error.__traceback__)
         error.__traceback__ = shown
-        _send_report(error, report)
+        if os.getpid() == worker:  # else it is the end of a process that the program has forked
+            _send_report(error, report)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, shown
         if sys.version_info >= (3, 12):
             sys.last_exc = error
@@ -153,16 +152,20 @@ def _without_our_frames(frames: TracebackType | None) -> TracebackType | None:
 
 
 def _send_report(error: BaseException, descriptor: int) -> None:
-    """Tell the agent why this worker ends, at the moment it happens, not when Python has ended."""
+    """Tell the agent why this worker ends, at the moment it happens, not when Python has ended.
+
+    A pipe takes all of it at once, also where each character becomes the twelve bytes of JSON's
+    longest escape.
+    """
     text = "".join(traceback.format_exception(error))
     payload = {
         "exception": type(error).__qualname__,
-        "text": str(error)[:2000],
-        "traceback": text[-(_LONGEST_REPORT // 8) :],
+        "text": str(error)[:1000],
+        "traceback": text[-4000:],
         "victim": isinstance(error, (PeerLost, ShutDownError)),
     }
     try:
-        os.write(descriptor, json.dumps(payload).encode("ascii")[:_LONGEST_REPORT])
+        os.write(descriptor, json.dumps(payload).encode("ascii"))
     except OSError:
         # The agent is gone, and this process dies with it.
         return
