@@ -114,6 +114,18 @@ def test_hundreds_of_cycles_are_cheap_and_leave_nothing():
     assert max(run_processes(2, on_rank)) < 0.3
 
 
+def test_leaving_is_not_held_up_by_work_that_nobody_waits_for():
+    # Gloo can leave a send for ever whose connection is shut down under it.
+    def on_rank(rank: int) -> None:
+        for _ in range(60):
+            group = groups.form_root(Settings.from_environment()).current
+            group.allreduce_async(torch.ones(1 << 20), inplace=True)
+            group.allreduce(torch.ones(1))
+            groups.leave_root()
+
+    run_processes(2, on_rank)
+
+
 def test_the_store_does_not_fill_up():
     def on_rank(rank: int) -> int:
         counts = []

@@ -83,8 +83,10 @@ class Helper:
     def _dump(self, directory: Path, ranks: set[int]) -> None:
         self._send({"dump": []})
         end = time.monotonic() + DUMP_LIMIT
+        stacks = [directory / f"stacks-{rank}" for rank in ranks]
+        # A rank that was stopped before it had begun has no file.
         while time.monotonic() < end and not all(
-            (directory / f"stacks-{rank}").stat().st_size for rank in ranks
+            path.exists() and path.stat().st_size for path in stacks
         ):
             time.sleep(0.02)
 

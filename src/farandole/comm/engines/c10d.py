@@ -45,10 +45,24 @@ OPERATORS = {
 SMALL_GATHER_BYTES = 256 * 1024
 """Up to this size of its result an allgather is one alltoall."""
 
+DESTROY_LIMIT = 0.5
+"""Seconds that closing waits for a backend's threads to end."""
+
 
 def transport_text(error: RuntimeError) -> str:
     """What a backend's ``error`` says, on one line and without its general advice."""
     return " ".join(str(error).partition("This is typically caused")[0].split())
+
+
+def _destroy(held: list[Native]) -> None:
+    """Destroy the backend in ``held``, which has the only reference to it.
+
+    Its destructor joins the backend's threads. Gloo can leave one for ever in a send whose
+    connection was shut down under it; then that thread stays, and the caller goes on.
+    """
+    thread = threading.Thread(target=held.clear, name="farandole-destroy", daemon=True)
+    thread.start()
+    thread.join(DESTROY_LIMIT)
 
 
 class C10dWork(Work):
@@ -234,6 +248,9 @@ class C10dEngine(Engine):
         for work in works:
             work.release()
         self._give_up()
+        held = [backend]
+        del backend
+        _destroy(held)
 
     def _begin(
         self,
