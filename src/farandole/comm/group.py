@@ -28,9 +28,11 @@ from farandole.comm.collectives.verbs import Verbs
 from farandole.comm.control.channel import Control
 from farandole.comm.control.position import Position
 from farandole.comm.engines.base import Engine, Work
+from farandole.comm.fusion.absence import Absence, PlanBook
 from farandole.comm.handle import PATH, Handle, Line
-from farandole.comm.issue import Issuer
 from farandole.comm.meeting import Meeting
+from farandole.comm.order.negotiator import Negotiator
+from farandole.comm.sets import ProcessSets
 from farandole.core import config, events, topology
 from farandole.core.clock import Deadline
 from farandole.core.config import Settings
@@ -53,8 +55,8 @@ JOIN_LIMIT = 2.0
 class Group(Verbs):
     """Ranks that can talk. Its verbs are the collectives, :meth:`split` and :meth:`close`.
 
-    All its ranks call the same verbs in the same order; any thread may call them. See
-    :class:`~farandole.comm.collectives.verbs.Verbs`.
+    All its ranks call the same verbs with the same names, in any order, from any thread; unnamed
+    ones in the same order. See :class:`~farandole.comm.collectives.verbs.Verbs`.
 
     Example::
 
@@ -73,7 +75,13 @@ class Group(Verbs):
         store: Store,
         address: str,
         engine: str,
+        number: int = 0,
+        negotiator: Negotiator | None = None,
     ) -> None:
+        self.number = number
+        """Of the process set that it is: 0 for the root, -1 for one that :meth:`split` made."""
+        self.plans = PlanBook()
+        """What the ranks have agreed on for the planned path."""
         self.key = key
         """The same text on all members, and no other group's in this generation."""
         self.members = members
@@ -101,8 +109,19 @@ class Group(Verbs):
         self._agreements: dict[str, int] = {}
         self._children: list[Group] = []
         self._closed = False
-        self._issuer = Issuer(
-            Line(key, members, control, lambda device: self.engine(PATH, device), self.explain)
+        self._sets = ProcessSets(self) if negotiator is None else None
+        self._negotiator = negotiator or Negotiator(
+            control, average_participants=settings.join_average == "participants"
+        )
+        self._seat = self._negotiator.take_seat(
+            Line(
+                key,
+                members,
+                control,
+                lambda device: self.engine(PATH, device),
+                self.explain,
+                self._negotiator.flush,
+            )
         )
         self._stop_listening = control.on_failure(self._channels.abort)
 
@@ -112,8 +131,8 @@ class Group(Verbs):
         return self.control.failure
 
     def submit(self, request: Request[ResultT]) -> Handle[ResultT]:
-        """Begin ``request`` after those submitted before it; see :class:`Handle`."""
-        return self._issuer.submit(request)
+        """Begin ``request`` when all members have submitted it; see :class:`Handle`."""
+        return self._negotiator.submit(self._seat, request)
 
     def engine(self, path: str, device: torch.device) -> Engine:
         """The engine that carries ``path`` for tensors on ``device``; the first call opens it.
@@ -181,10 +200,14 @@ class Group(Verbs):
             )
         with self._lock:
             number = self._agreements["split"]
+        return self.part(f"{self.key}.{number}", chosen, -1)
+
+    def part(self, key: str, chosen: Sequence[int], number: int) -> Group | None:
+        """The group ``key`` of ``chosen`` ranks of this one, which have agreed on it."""
         if self.rank not in chosen:
             return None
         part = Group(
-            key=f"{self.key}.{number}",
+            key=key,
             members=tuple(self.members[rank] for rank in chosen),
             hosts=tuple(self.topology.hosts[rank] for rank in chosen),
             control=self.control,
@@ -192,10 +215,95 @@ class Group(Verbs):
             store=self._channels.store,
             address=self._channels.address,
             engine=self._channels.engine,
+            number=number,
+            negotiator=self._negotiator,
         )
         with self._lock:
             self._children = [*(each for each in self._children if not each._closed), part]
         return part
+
+    def add_set(self, ranks: Sequence[int]) -> int:
+        """A process set of ``ranks``, in any order; its number, the same on every rank.
+
+        Collective over all ranks of the root group, also those that are not in the set. Numbers
+        count up from 1 and are not used again; 0 is the root. Raises ``UsageError`` when the ranks
+        make no set or there is one of them already, ``MismatchError`` on every rank when the
+        ranks asked for different sets.
+
+        Example::
+
+            number = root.add_set([0, 2])
+            group = root.set_group(number)          # None on rank 1
+        """
+        return self._root_sets().add(ranks)
+
+    def remove_set(self, number: int) -> bool:
+        """Give up a process set; whether there was one to give up.
+
+        Collective over all ranks of the root group. What the set's ranks have all submitted ends
+        well, the rest with ``ShutDownError``. The root group itself stays.
+        """
+        return self._root_sets().remove(number)
+
+    def sets(self) -> dict[int, tuple[int, ...]]:
+        """The ranks of each process set by its number, ascending; all ranks for 0."""
+        return self._root_sets().members()
+
+    def set_group(self, number: int) -> Group | None:
+        """The group of a process set, ``None`` on ranks that are not in it.
+
+        Raises ``UsageError`` when there is no such set.
+        """
+        return self._root_sets().group(number)
+
+    def _root_sets(self) -> ProcessSets:
+        if self._sets is None:
+            raise UsageError("Process sets are made and asked for at the root group.")
+        return self._sets
+
+    def join(self, device: torch.device | None = None) -> int:
+        """Wait for all other ranks to join; the rank that did so last.
+
+        Until then this rank takes part, with zeros, in every allreduce of the others and in the
+        passes of their optimizers. Averages still divide by the number of all ranks, unless
+        ``settings.join_average`` says otherwise. Other collectives that need this rank are a
+        ``MismatchError`` on those who call them; so is, on all ranks, a plan that an optimizer of
+        the others begins with when this rank has never stepped with it. ``device`` is where zeros
+        on CUDA are made; by default the current device.
+
+        Only for the root group. Unnamed collectives are counted anew after it.
+        """
+        self._root_sets()
+        absences: list[Absence] = []
+
+        def begin() -> None:
+            absences.extend(
+                Absence(self.control, group.key, group.members, log)
+                for group in self._family()
+                if group.size > 1
+                for log in group.plans.logs()
+            )
+
+        last = self._negotiator.join(device, begin)
+        for absence in absences:
+            absence.wait()
+        return last
+
+    def _family(self) -> list[Group]:
+        """This group and all that were made of it, as long as they are open."""
+        with self._lock:
+            self._require_open()
+            children = [each for each in self._children if not each._closed]
+        return [self, *(group for child in children for group in child._family())]
+
+    def flush(self) -> None:
+        """Send off what was submitted on this rank; it leaves by itself, a moment later."""
+        self._negotiator.flush()
+
+    def drain(self, what: str) -> None:
+        """Wait until all that the members have agreed on so far is complete."""
+        position = Position("agreement", self.key, 0, what, members=self.members)
+        self._negotiator.drain(self._seat, position)
 
     def explain(self, error: FarandoleError) -> FarandoleError:
         """The group's account of what a transport reported as ``error``, which breaks the group.
@@ -222,9 +330,12 @@ class Group(Verbs):
             "in flight, or before it was called. Call init() again to use collectives."
         )
         self._stop_listening()
-        self._issuer.close(error)
+        self._negotiator.leave(self._seat, error)
+        if self._sets is not None:
+            self._negotiator.close(error)
         self._channels.close(error)
-        self._issuer.join(JOIN_LIMIT)
+        if self._sets is not None:
+            self._negotiator.wait_for_end(JOIN_LIMIT)
 
     def _require_open(self) -> None:
         if self._closed:

@@ -14,31 +14,37 @@ import contextlib
 import copy
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from farandole.comm.collectives.request import Flight, Request
+from farandole.comm.collectives.request import Flight, Request, Share
 from farandole.comm.control.channel import Control
-from farandole.comm.control.pending import PendingGather
 from farandole.comm.control.position import Position
+from farandole.comm.control.watch import GatherKey
 from farandole.comm.engines.base import Engine
 from farandole.comm.header import Header
+from farandole.comm.order import wire
 from farandole.core import events
 from farandole.core.clock import Deadline
 from farandole.core.errors import CollectiveError, FarandoleError
+from farandole.core.events import Stage
 
 ResultT = TypeVar("ResultT")
 
 PATH = "named"
-"""The path of a group that this order belongs to."""
+"""The path of a group that named requests travel on."""
+
+NOT_YET = -1
+"""The sequence number of a request that is not agreed on."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Line:
-    """What a group lends to its issuer and the handles."""
+    """What a group lends to the negotiator and the handles."""
 
     key: str
     """The group's identity, the same text on all its members."""
@@ -49,8 +55,27 @@ class Line:
     """Opens or finds this path's engine."""
     explain: Callable[[FarandoleError], FarandoleError]
     """The group's best account of a failure that a transport reported."""
+    flush: Callable[[], None]
+    """Sends off what was submitted; whoever waits need not wait for the negotiator's thread."""
     moving: set[Handle[Any]] = field(default_factory=set)
     """Collectives whose buffers an engine may still use; kept here if nobody else keeps them."""
+    unsettled: weakref.WeakSet[Handle[Any]] = field(default_factory=weakref.WeakSet)
+    """Collectives that have begun, and whose results are not made yet."""
+
+
+class Agreement:
+    """What the watch knows a request by until all ranks have submitted it."""
+
+    __slots__ = ("begun", "key")
+
+    def __init__(self, key: GatherKey) -> None:
+        self.key = key
+        self.begun = threading.Event()
+        """Set when the data has begun to move, or the request has failed."""
+
+    def done(self) -> bool:
+        """See ``comm.control.waits.Meeting``."""
+        return self.begun.is_set()
 
 
 class Handle(Generic[ResultT]):
@@ -63,21 +88,22 @@ class Handle(Generic[ResultT]):
         average = handle.wait()
     """
 
-    def __init__(
-        self, request: Request[ResultT], position: Position, line: Line, pending: PendingGather
-    ) -> None:
+    def __init__(self, request: Request[ResultT], header: Header, key: str, line: Line) -> None:
         self.device = request.device
         """Where the data is; ``None`` when there is none."""
+        self.key = key
+        """What the request is known by within its group."""
+        self.header = header
         self._request: Request[ResultT] | None = request
-        self._position = position
         self._line = line
-        self.pending = pending
+        self._sequence = NOT_YET
+        self._agreement = Agreement((wire.topic_of(line.key, key), line.members))
         self._inference = torch.is_inference_mode_enabled()
         self._stream = _current_stream(request.device)
         self._ready = None if self._stream is None else self._stream.record_event()
         self._started = 0.0
         self._flight: Flight[ResultT] | None = None
-        self._begun = threading.Event()
+        self._begun = self._agreement.begun
         self._settling = threading.Lock()
         self._settled = False
         self._result: ResultT | None = None
@@ -86,7 +112,13 @@ class Handle(Generic[ResultT]):
     @property
     def what(self) -> str:
         """What the user would call it: ``allreduce "loss"``."""
-        return self._position.what
+        return self.header.label
+
+    @property
+    def position(self) -> Position:
+        """Where whoever waits for it is."""
+        line = self._line
+        return Position(PATH, line.key, self._sequence, self.what, members=line.members)
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return, or raise, without blocking."""
@@ -111,8 +143,7 @@ class Handle(Generic[ResultT]):
         if not self._settled:
             begin = time.perf_counter()
             try:
-                if not self._poll(0.0):
-                    self._line.control.wait_for(self._poll, self._position)
+                self._await()
             except CollectiveError as error:
                 raise self._line.explain(error) from None
             finally:
@@ -122,26 +153,84 @@ class Handle(Generic[ResultT]):
             raise copy.copy(self._error) if isinstance(self._error, FarandoleError) else self._error
         return cast(ResultT, self._result)
 
+    def agree(self, sequence: int, absent: int) -> None:
+        """It is the group's ``sequence``-th request; ``absent`` members have joined instead."""
+        self._sequence = sequence
+        if absent and self._request is not None:
+            self._request.leave_out(absent)
+        self.stage(Stage.QUEUED)
+
     def begin(self, headers: Sequence[Header], stream: torch.cuda.Stream | None) -> None:
-        """Hand the data to the engine. For the issuing thread."""
+        """Hand the data to the engine. For the negotiator's thread."""
         request = cast(Request[ResultT], self._request)
         with self._modes(stream):
-            self._started = time.perf_counter()
-            if stream is not None and self._ready is not None:
-                stream.wait_event(self._ready)
+            self.get_ready(stream)
             flight = request.begin(self._line.engine, headers)
-            if stream is not None:
-                for buffer in flight.buffers:
-                    buffer.record_stream(stream)
+        self.take_off(flight, stream)
+
+    def get_ready(self, stream: torch.cuda.Stream | None) -> None:
+        """Let ``stream`` wait for the buffers."""
+        self._started = time.perf_counter()
+        if stream is not None and self._ready is not None:
+            stream.wait_event(self._ready)
+
+    def share(self) -> Share[ResultT] | None:
+        """See :class:`Request`."""
+        return None if self._request is None else self._request.share()
+
+    def take_off(self, flight: Flight[ResultT], stream: torch.cuda.Stream | None) -> None:
+        """The data has begun to move."""
+        if stream is not None:
+            for buffer in flight.buffers:
+                buffer.record_stream(stream)
         self._flight = flight
         self._line.moving.add(self)
+        self._line.unsettled.add(self)
+        self.stage(Stage.MOVING, transport=self._transport(flight.engine))
         self._begun.set()
 
     def fail(self, error: FarandoleError) -> None:
         """Let whoever waits raise ``error``, unless the data has begun to move already."""
         if not self._begun.is_set():
             self._error = error
+            self.stage(Stage.FAILED, detail=str(error).partition("\n")[0])
             self._begun.set()
+
+    def stage(self, stage: Stage, *, transport: str = "", detail: str = "") -> None:
+        """Tell whoever listens that the request has come to ``stage``."""
+        if events.wanted(events.RequestStaged):
+            events.emit(
+                events.RequestStaged(
+                    rank=self._line.control.rank,
+                    group=self._line.key,
+                    operation=self.header.operation,
+                    name=self.header.name or self.key,
+                    stage=stage,
+                    at=time.perf_counter(),
+                    transport=transport,
+                    detail=detail,
+                )
+            )
+
+    def _transport(self, engine: str) -> str:
+        if engine != "torch" or self.device is None:
+            return engine
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    def complete(self) -> None:
+        """Wait until the result is made, or what went wrong is known: no engine is needed then."""
+        if not self._poll(0.0):
+            self._line.control.wait_for(self._poll, self.position)
+        self._settle()
+
+    def _await(self) -> None:
+        control = self._line.control
+        if not self._begun.is_set():
+            self._line.flush()
+            if not self._begun.wait(0.0):
+                control.wait_for(self._begun.wait, self.position, self._agreement)
+        if not self._poll(0.0):
+            control.wait_for(self._poll, self.position)
 
     def moving(self) -> bool:
         """Whether an engine may still read or write this collective's buffers."""
@@ -170,13 +259,19 @@ class Handle(Generic[ResultT]):
                     self._error = self._line.explain(error)
                 except Exception as error:  # noqa: BLE001  # raised by every wait()
                     self._error = error
+                if self._error is None:
+                    self.stage(Stage.DONE)
+                else:
+                    self.stage(Stage.FAILED, detail=str(self._error).partition("\n")[0])
             self._line.moving.discard(self)
+            self._line.unsettled.discard(self)
             self._flight = self._request = None
             self._settled = True
 
     def _finish(self, flight: Flight[ResultT]) -> None:
         for work in flight.works:
             work.wait()
+        self.stage(Stage.UNPACKING)
         with self._modes(None):
             self._result = flight.finish()
         self._record_streams(flight)

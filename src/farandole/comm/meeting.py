@@ -17,20 +17,17 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import hashlib
 import json
 import os
-import socket
 import stat
-import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
 
-from farandole.core import config
+from farandole.core import config, route
 from farandole.core.address import Address
 from farandole.core.clock import Deadline
 from farandole.core.config import Settings
@@ -41,7 +38,6 @@ from farandole.core.store import LocalStore, Store, StoreClient, StoreServer
 from farandole.core.topology import Placement
 
 LOOPBACK = "127.0.0.1"
-_SIOCGIFADDR = 0x8915
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
 """Seconds between two looks for the file of rank 0."""
 
@@ -118,26 +114,7 @@ def _meet_at(text: str, settings: Settings, placement: Placement, deadline: Dead
 
 def own_address(towards: Address, settings: Settings) -> str:
     """The local address that a host at ``towards`` can reach: the interface's, if one is set."""
-    if settings.network_interface is not None:
-        return _address_of(settings.network_interface)
-    family, kind, protocol, _, target = socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:  # connecting UDP sends nothing
-        probe.connect(target)
-        return str(probe.getsockname()[0])
-
-
-def _address_of(interface: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            request = struct.pack("256s", interface.encode()[:15])
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-        except OSError as error:
-            names = ", ".join(name for _, name in socket.if_nameindex())
-            raise UsageError(
-                f"FARANDOLE_INTERFACE is {interface!r}, which has no IPv4 address here "
-                f"({error.strerror}). This machine has: {names}."
-            ) from None
-    return socket.inet_ntoa(answer[20:24])
+    return route.own_address(towards, settings.network_interface)
 
 
 # ------------------------------------------------------------------------------ on one machine

@@ -18,13 +18,19 @@ class Op(enum.IntEnum):
     AVERAGE = 0
     """The sum, divided by the number of ranks; integers truncate toward zero."""
     SUM = 1
+    ADASUM = 2
+    """Between the sum (of orthogonal tensors) and the average (of parallel ones); see
+    :mod:`farandole.comm.collectives.adasum`."""
     MIN = 3
     MAX = 4
     PRODUCT = 5
 
     @property
     def reduction(self) -> Reduction:
-        """What an engine does for this operation. An average is a sum that is divided later."""
+        """What an engine does for this operation. An average is a sum that is divided later.
+
+        Adasum is made of several operations of an engine, and has none.
+        """
         return _REDUCTIONS[self]
 
     @property

@@ -5,12 +5,15 @@ The class says whose act it was and what to do next::
     FarandoleError
     ├── UsageError (ValueError)           you: fix the call; nothing was sent, nothing is lost
     │   ├── NotInitializedError           you: call init() first
-    │   └── UsageTypeError (TypeError)    you: pass another type
+    │   ├── UsageTypeError (TypeError)    you: pass another type
+    │   └── UnsupportedError              you: ask for something that exists
+    │       (NotImplementedError)
     ├── CollectiveError (RuntimeError)    a collective did not complete
     │   ├── MismatchError                 you: the ranks asked for different things
     │   ├── PeerLost                      the world: a rank died or left; recoverable
     │   ├── StallError                    a rank did not arrive within the limit
     │   └── ShutDownError                 you: the group was shut down here, work was in flight
+    ├── JobFailed (RuntimeError)          a rank of a job that this program started failed
     ├── SetupError (RuntimeError)         the environment: something is missing or unreachable
     │   ├── MissingExtraError             install the named extra
     │   ├── AuthenticationError           a peer does not hold the job's secret
@@ -79,6 +82,10 @@ class NotInitializedError(UsageError):
     """A rank, a size or a collective was asked for before ``init()``."""
 
 
+class UnsupportedError(UsageError, NotImplementedError):
+    """What was asked for does not exist for these arguments, or for this number of ranks."""
+
+
 class CollectiveError(FarandoleError, RuntimeError):
     """A collective did not complete. Horovod calls this ``HorovodInternalError``.
 
@@ -105,6 +112,13 @@ class StallError(CollectiveError):
 
 class ShutDownError(CollectiveError):
     """This process shut its group down while work was in flight, or used it afterwards."""
+
+
+class JobFailed(FarandoleError, RuntimeError):
+    """A rank of a job that was started from this program failed, and the job was ended.
+
+    ``ranks``: which was the first, where that is known.
+    """
 
 
 class SetupError(FarandoleError, RuntimeError):

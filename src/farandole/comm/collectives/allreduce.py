@@ -10,11 +10,14 @@ from torch import Tensor
 
 from farandole.comm import dtypes
 from farandole.comm.collectives import request
-from farandole.comm.collectives.request import Flight, TensorRequest
+from farandole.comm.collectives.request import Flight, Share, TensorRequest
 from farandole.comm.dtypes import Carrier, Scale
 from farandole.comm.engines.base import Engine, Work
 from farandole.comm.header import Header
 from farandole.comm.ops import Op
+
+SHARED_BYTES = 256 * 1024
+"""Larger buffers travel alone: copying them costs more than an operation of their own."""
 
 
 @dataclass
@@ -95,6 +98,29 @@ class AllreduceRequest(TensorRequest[list[Tensor]]):
             targets = [torch.empty_like(source) for source in sources]
         pieces = [carrier.load(request.flat(source), self._prescale) for source in sources]
         return _Batch(carrier, targets, request.joined(pieces), in_target)
+
+    def leave_out(self, absent: int) -> None:
+        """See :class:`Request`. An average is then one over those who take part."""
+        if self._op == Op.AVERAGE:
+            divisor = self._postscale.divisor - absent
+            self._postscale = Scale(self._postscale.factor, divisor)
+
+    def share(self) -> Share[list[Tensor]] | None:
+        """See :class:`Request`."""
+        batch = self._batches[0]
+        alone = len(self._batches) > 1 or batch.carrier.gathered
+        if alone or batch.buffer.nbytes > SHARED_BYTES:
+            return None
+        key = (self.device, batch.buffer.dtype, self._op.reduction)
+
+        def finish(reduced: Tensor) -> list[Tensor]:
+            if batch.in_target:
+                batch.buffer.copy_(reduced)
+            else:
+                batch.buffer = reduced
+            return self._finish()
+
+        return Share(key, batch.buffer, finish)
 
     def start(self, engine: Engine, headers: Sequence[Header]) -> Flight[list[Tensor]]:
         """See :class:`TensorRequest`."""

@@ -15,7 +15,7 @@ from farandole.comm.dtypes import Carrier, Scale
 from farandole.comm.engines.base import Engine
 from farandole.comm.header import Header
 from farandole.comm.ops import Op
-from farandole.core.errors import UsageError
+from farandole.core.errors import UnsupportedError, UsageError
 
 
 def share_rows(rows: int, size: int) -> list[int]:
@@ -57,6 +57,11 @@ class ReducescatterRequest(TensorRequest[list[Tensor]]):
         grouped: bool,
     ) -> None:
         super().__init__(tensors, name=name, grouped=grouped)
+        if op == Op.ADASUM:
+            raise UnsupportedError(
+                "Reducescatter currently only supports AVERAGE and SUM, and MIN, MAX and PRODUCT: "
+                "not ADASUM. Use allreduce, and take this rank's rows of the result."
+            )
         for tensor in self.tensors:
             if tensor.dim() == 0:
                 raise UsageError(

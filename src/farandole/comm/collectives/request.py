@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from farandole.comm.engines.base import Engine, Work
+from farandole.comm.engines.base import Engine, Reduction, Work
 from farandole.comm.header import Header
 from farandole.core.errors import UsageError, UsageTypeError
 
@@ -51,6 +51,18 @@ class Flight(Generic[ResultT]):
         return sum(buffer.nbytes for buffer in self.buffers)
 
 
+@dataclass(frozen=True)
+class Share(Generic[ResultT]):
+    """A reduction that may travel in one buffer with others of the same key."""
+
+    key: tuple[torch.device, torch.dtype, Reduction]
+    """The same on all ranks, but for the index of the device."""
+    buffer: Tensor
+    """What :meth:`Request.load` made."""
+    finish: Callable[[Tensor], ResultT]
+    """Makes the result from the reduced elements."""
+
+
 class Request(ABC, Generic[ResultT]):
     """One collective, as one rank asks for it."""
 
@@ -66,6 +78,13 @@ class Request(ABC, Generic[ResultT]):
     @abstractmethod
     def load(self) -> None:
         """Make the buffers, on the caller's current stream. Changes nothing of the caller's."""
+
+    def leave_out(self, absent: int) -> None:
+        """Told before :meth:`begin` that ``absent`` ranks take no part, but with zeros."""
+
+    def share(self) -> Share[ResultT] | None:
+        """How it can travel with others, if it can; asked for instead of :meth:`begin`."""
+        return None
 
     @abstractmethod
     def begin(self, engine_for: EngineFor, headers: Sequence[Header]) -> Flight[ResultT]:
@@ -133,6 +152,17 @@ class Sole(Request[Tensor]):
     def load(self) -> None:
         """See :class:`Request`."""
         self._request.load()
+
+    def leave_out(self, absent: int) -> None:
+        """See :class:`Request`."""
+        self._request.leave_out(absent)
+
+    def share(self) -> Share[Tensor] | None:
+        """See :class:`Request`."""
+        share = self._request.share()
+        if share is None:
+            return None
+        return Share(share.key, share.buffer, lambda reduced: share.finish(reduced)[0])
 
     def begin(self, engine_for: EngineFor, headers: Sequence[Header]) -> Flight[Tensor]:
         """See :class:`Request`."""

@@ -1,8 +1,10 @@
 """The collectives as methods: what every group can do.
 
-All ranks of a group call the same methods in the same order. A call with arguments that cannot
-work raises ``UsageError`` on that rank at once. Calls that do not fit each other raise the same
-``MismatchError`` on every rank, and the group stays usable.
+All ranks of a group call the same methods with the same names, in any order; unnamed calls meet
+in the order in which each rank makes them. A call with arguments that cannot work, or with a name
+that is in use by a call that has not begun yet, raises ``UsageError`` on that rank at once. Calls
+that do not fit each other raise the same ``MismatchError`` on every rank, and the group stays
+usable.
 
 The ``_async`` forms return a handle at once; what they were given must not be changed until the
 handle was waited for. The ``grouped_`` forms take a list and carry all its tensors together: one
@@ -22,12 +24,12 @@ from typing import TypeVar
 from torch import Tensor
 
 from farandole.comm.collectives.allgather import AllgatherRequest
-from farandole.comm.collectives.allreduce import AllreduceRequest
 from farandole.comm.collectives.alltoall import AlltoallRequest, Splits
 from farandole.comm.collectives.barrier import BarrierRequest
 from farandole.comm.collectives.broadcast import BroadcastRequest
+from farandole.comm.collectives.combine import allreduce_request
 from farandole.comm.collectives.reducescatter import ReducescatterRequest
-from farandole.comm.collectives.request import Request, Sole
+from farandole.comm.collectives.request import Request, Sole, TensorRequest
 from farandole.comm.handle import Handle
 from farandole.comm.ops import Op
 from farandole.core.errors import UsageError
@@ -48,7 +50,7 @@ class Verbs:
 
     @abstractmethod
     def submit(self, request: Request[ResultT]) -> Handle[ResultT]:
-        """Begin a request after those submitted before it."""
+        """Begin a request when all ranks have submitted it."""
 
     def allreduce(
         self,
@@ -124,12 +126,13 @@ class Verbs:
         name: str | None,
         grouped: bool,
         inplace: bool,
-    ) -> AllreduceRequest:
-        return AllreduceRequest(
+    ) -> TensorRequest[list[Tensor]]:
+        return allreduce_request(
             tensors,
             op=op,
             prescale=prescale,
             postscale=postscale,
+            rank=self.rank,
             size=self.size,
             name=name,
             grouped=grouped,

@@ -29,6 +29,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Any, Protocol
 
 from farandole.comm.control import message, rendezvous, wording
 from farandole.comm.control.gathers import MAX_ANSWER
@@ -38,7 +39,7 @@ from farandole.comm.control.message import Message
 from farandole.comm.control.pending import PendingGather
 from farandole.comm.control.position import Channel, Position
 from farandole.comm.control.reporter import Reporter
-from farandole.comm.control.waits import Blocked
+from farandole.comm.control.waits import Blocked, Meeting
 from farandole.comm.control.watch import LEFT_AFTER
 from farandole.core import wire
 from farandole.core.address import Address
@@ -60,6 +61,18 @@ NEWS_LIMIT = 2.0
 """Seconds within which rank 0 spreads what it knows, on a machine that is very busy."""
 
 _log = logging.getLogger(__name__)
+
+
+class OrderListener(Protocol):
+    """Who submits named requests over the channel."""
+
+    def on_ordered(self, verdicts: Message) -> None:
+        """Verdicts came. In the thread that brings the news; must not block."""
+        ...
+
+    def in_need(self) -> Position | None:
+        """A request that waits for a verdict, if there is any."""
+        ...
 
 
 class Waiting:
@@ -120,6 +133,7 @@ class Control:
         self._callbacks: list[Callable[[FarandoleError], None]] = []
         self._requests = itertools.count(1)
         self._pending: dict[int, PendingGather] = {}
+        self.order_listener: OrderListener | None = None
         self._reporter = Reporter(rank, settings)
         self._left: dict[int, dict[Channel, int]] = {}
         self._dissolved: float | None = None
@@ -265,12 +279,29 @@ class Control:
         """
         return Waiting(self, Blocked(position, SYSTEM_CLOCK.now(), None))
 
-    def wait_for(self, poll: Callable[[float], bool], position: Position) -> None:
+    def wait_for(
+        self, poll: Callable[[float], bool], position: Position, meeting: Meeting | None = None
+    ) -> None:
         """Wait, watched, until ``poll`` is true; it gets the seconds to wait at most.
 
+        With a ``meeting`` rank 0 itself knows who has come; otherwise it compares positions.
         Raises what :meth:`Waiting.check` raises.
         """
-        self._wait(poll, Blocked(position, SYSTEM_CLOCK.now(), None))
+        self._wait(poll, Blocked(position, SYSTEM_CLOCK.now(), meeting))
+
+    def submit(self, payloads: Sequence[bytes], fields: dict[str, Any], what: Position) -> None:
+        """Send parts of named requests (see ``comm.order.wire``), of which ``what`` is one.
+
+        The verdicts come to :attr:`order_listener`. Raises the error that broke the group.
+        """
+        self.require_usable()
+        with self._lock:
+            link = self._link if self._dissolved is None else None
+        if link is None:
+            self._break(self._needs_rank_zero(what))
+            self.require_usable()
+        else:
+            link.send("order", payloads, **fields)
 
     def note_begun(self, position: Position) -> None:
         """Say that an operation was begun here without waiting for it.
@@ -404,6 +435,10 @@ class Control:
         self._reporter.on_news()
         if news.kind in ("gathered", "refused"):
             self._on_answer(news)
+        elif news.kind == "ordered":
+            if self.order_listener is not None:
+                self.order_listener.on_ordered(news)
+            self._reporter.on_answer()
         elif news.kind == "formed":
             self._formed.set()
         elif news.kind == "failed":
@@ -441,10 +476,13 @@ class Control:
         with self._lock:
             self._left.setdefault(0, {})
             self._dissolved = SYSTEM_CLOCK.now()
-            in_need = next(iter(self._pending.values()), None)
+            positions = [pending.position for pending in self._pending.values()]
         self._formed.set()
-        if in_need is not None:
-            self._break(self._needs_rank_zero(in_need.position))
+        asked = None if self.order_listener is None else self.order_listener.in_need()
+        if asked is not None:
+            positions.append(asked)
+        if positions:
+            self._break(self._needs_rank_zero(positions[0]))
 
     def _needs_rank_zero(self, position: Position) -> PeerLost:
         return PeerLost(wording.left([0], [(self.rank, position)]), ranks=[0])

@@ -7,7 +7,7 @@ Lives in the thread of a ``core.server.Server``, so nothing here needs a lock, a
     phase    | what counts                            | ends with
     ---------+----------------------------------------+------------------------------------------
     FORMING  | hello                                  | all have come → FORMED; too late → BROKEN
-    FORMED   | gather, where, fail, goodbye, stack    | the first failure → BROKEN
+    FORMED   | gather, order, where, fail, goodbye, … | the first failure → BROKEN
     BROKEN   | goodbye                                | rank 0 closes → CLOSING
     CLOSING  | nothing: each spoke hangs up           | the last one has
 
@@ -28,6 +28,9 @@ from farandole.comm.control import message, wording
 from farandole.comm.control.gathers import Answer, Gathers
 from farandole.comm.control.message import Message
 from farandole.comm.control.oversight import Oversight, read_begun, require_members
+from farandole.comm.control.watch import GatherKey
+from farandole.comm.order import wire
+from farandole.comm.order.coordinator import Addressed, Coordinator
 from farandole.core.address import Address
 from farandole.core.config import Settings
 from farandole.core.errors import (
@@ -85,7 +88,8 @@ class Hub:
         self._spokes: dict[int, Spoke] = {}
         self._ranks: dict[Spoke, int] = {}
         self._gathers = Gathers()
-        self._oversight = Oversight(size, settings, self._send, self._gathers.arrived, self._break)
+        self._orders = Coordinator(size)
+        self._oversight = Oversight(size, settings, self._send, self._arrived, self._break)
         self._failure: FarandoleError | None = None
         self._hearsay: FarandoleError | None = None
         self._all_gone = threading.Event()
@@ -204,8 +208,10 @@ class Hub:
         for answer in sorted(answers, key=lambda each: -each.rank):
             self._answer(answer)
         if not answers:
-            for gone in self._oversight.left:
-                self._give_up_gathers(gone)
+            self._give_up_on_those_who_left()
+
+    def _arrived(self) -> dict[GatherKey, frozenset[int]]:
+        return {**self._gathers.arrived(), **self._orders.arrived()}
 
     def _answer(self, answer: Answer) -> None:
         if answer.refusal:
@@ -216,10 +222,38 @@ class Hub:
         self._oversight.answered(answer.rank)
         self._send(answer.rank, frame)
 
-    def _give_up_gathers(self, gone: int) -> None:
-        waiting = self._gathers.without(gone)
-        if waiting:
-            self._break(PeerLost(wording.left([gone], waiting.items()), ranks=[gone]))
+    def _give_up_on_those_who_left(self) -> None:
+        for gone in self._oversight.left:
+            waiting = {**self._gathers.without(gone), **self._orders.without(gone)}
+            if waiting:
+                self._break(PeerLost(wording.left([gone], waiting.items()), ranks=[gone]))
+
+    # Named requests.
+
+    def _on_order(self, number: int, received: Message) -> None:
+        if self._phase is not Phase.FORMED:
+            return
+        self._oversight.stirred(number)
+        verdicts = self._orders.submit(
+            number, wire.read_parts(received), joins=received.fields["joins"] is True
+        )
+        self._tell(verdicts)
+        self._give_up_on_those_who_left()
+
+    def _tell(self, verdicts: list[Addressed]) -> None:
+        for_whom: dict[int, list[wire.Verdict]] = {}
+        for members, verdict in verdicts:
+            for rank in members:
+                for_whom.setdefault(rank, []).append(verdict)
+        said: list[wire.Verdict] = []
+        frame = b""
+        for rank in sorted(for_whom, reverse=True):
+            if for_whom[rank] != said:
+                said = for_whom[rank]
+                payloads, fields = wire.pack_verdicts(said)
+                frame = message.pack("ordered", payloads, **fields)
+            self._oversight.answered(rank)
+            self._send(rank, frame)
 
     # Failures and farewells.
 
@@ -245,7 +279,7 @@ class Hub:
         self._broadcast(news, but=number)
         self._send(number, message.pack("farewell"))
         if self._phase is Phase.FORMED:
-            self._give_up_gathers(number)
+            self._give_up_on_those_who_left()
 
     def _begin_closing(self) -> None:
         self._phase = Phase.CLOSING
@@ -290,6 +324,7 @@ class Hub:
 
     _handlers: ClassVar[dict[str, Callable[[Hub, int, Message], None]]] = {
         "gather": _on_gather,
+        "order": _on_order,
         "where": _on_where,
         "stack": _on_stack,
         "ping": _on_ping,

@@ -6,12 +6,14 @@
                    gather    request, topic, members (null: all), what · payload
                    where     stuck, waits, begun, answered (gathers answered so far)
                    ping      -
+                   order     parts, joins · headers: see ``comm.order.wire``
                    fail      error
                    stack     ask (number), text
                    goodbye   begun, reason (null: a clean end)
     hub → spoke    formed
                    gathered  request, which (index of each member's payload) · distinct payloads
                    refused   request, text: this gather cannot be, the group lives on
+                   ordered   verdicts · headers: see ``comm.order.wire``
                    failed    error: the group is broken
                    ask       ask: where are you?
                    pong      to a ping

@@ -15,20 +15,33 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from farandole.comm.control.pending import PendingGather
 from farandole.comm.control.position import Channel, Position
+from farandole.comm.control.watch import GatherKey
 
 HELPER_PREFIX = "farandole-"
 
 
+class Meeting(Protocol):
+    """What ranks come to one by one, and rank 0 knows who has come: a gather, a named request."""
+
+    @property
+    def key(self) -> GatherKey:
+        """What it is known by, and who must come."""
+        ...
+
+    def done(self) -> bool:
+        """Whether all have come, or it failed."""
+        ...
+
+
 class Blocked:
-    """One thread that waits, for an operation or for a gather."""
+    """One thread that waits, for an operation or for others to come."""
 
     __slots__ = ("announced", "gather", "owner", "position", "since")
 
-    def __init__(self, position: Position, since: float, gather: PendingGather | None) -> None:
+    def __init__(self, position: Position, since: float, gather: Meeting | None) -> None:
         self.position = position
         self.since = since
         self.gather = gather

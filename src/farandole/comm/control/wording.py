@@ -38,9 +38,9 @@ def deadlock(where: Sequence[tuple[int, Position]], seconds: float) -> str:
         "Their plans differ: a parameter was added, removed or frozen on some of them only. Do it "
         "on every rank before the same step."
         if len(plans) > 1
-        else "Every rank must call the same collectives in the same order, and take the same "
-        "steps: look for one that only some ranks call or skip (an `if hvd.rank() == 0:`, "
-        "uneven data, an early `continue` or `break`)."
+        else "Every rank must call the same collectives, by the same names (unnamed ones in the "
+        "same order), and take the same steps: look for one that only some ranks call or skip (an "
+        "`if hvd.rank() == 0:`, uneven data, an early `continue` or `break`)."
     )
     return (
         f"{describe_ranks(ranks).capitalize()} wait for different things, so none of them can ever "

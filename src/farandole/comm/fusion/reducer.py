@@ -20,7 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from farandole.comm.codec import Codec
 from farandole.comm.engines.base import REDUCIBLE, Engine, Reduction, Work
+from farandole.comm.fusion.encoding import Encoding
 from farandole.comm.fusion.plan import GUARDS, BucketPlan, Plan
 from farandole.core import events
 
@@ -76,6 +78,7 @@ class Bucket:
     __slots__ = (
         "all_present",
         "buffer",
+        "encoding",
         "entries",
         "lane",
         "layouts",
@@ -91,7 +94,12 @@ class Bucket:
     )
 
     def __init__(
-        self, plan: BucketPlan, dtype: torch.dtype, views: Sequence[Layout], lane: Lane
+        self,
+        plan: BucketPlan,
+        dtype: torch.dtype,
+        views: Sequence[Layout],
+        lane: Lane,
+        codec: Codec | None,
     ) -> None:
         self.plan = plan
         self.lane = lane
@@ -110,6 +118,11 @@ class Bucket:
         self.work: Work | None = None
         self.left_at = 0.0
         self.on_gpu = self.buffer.is_cuda
+        self.encoding = (
+            Encoding(codec, self.buffer, plan.payload)
+            if codec is not None and dtype.is_floating_point
+            else None
+        )
 
     def _allocate(self, dtype: torch.dtype) -> list[Tensor]:
         self.buffer = torch.zeros(self.plan.length, dtype=dtype, device=self.lane.device)
@@ -129,6 +142,8 @@ class Bucket:
         if self._count_uses() > self.uses:
             for entry, place in zip(self.entries, self._allocate(self.buffer.dtype), strict=True):
                 entry.move(place)
+            if self.encoding is not None:
+                self.encoding.use(self.buffer)
 
     def _prepare_tails(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
         """A tail a step modulo :data:`GUARDS`, for when no gradient is missing."""
@@ -140,7 +155,9 @@ class Bucket:
         return list(tails.to(device).unbind())
 
     def wire(self) -> Tensor:
-        """The buffer as an engine reduces it: complex numbers as pairs of reals."""
+        """The buffer as an engine reduces it: encoded, or complex numbers as pairs of reals."""
+        if self.encoding is not None:
+            return self.encoding.encode()
         if self.buffer.dtype in REDUCIBLE:
             return self.buffer
         return torch.view_as_real(self.buffer).view(-1)
@@ -190,12 +207,21 @@ class Lane:
         self.streams: set[torch.cuda.Stream] = set()
 
 
+def _participants(bucket: Bucket) -> Tensor:
+    """How many ranks had part in the pass that came back with ``bucket``."""
+    guard = bucket.buffer[bucket.plan.guard : bucket.plan.guard + GUARDS]
+    return (guard.real if guard.is_complex() else guard).sum()
+
+
 class Reducer:
     """The state of one plan on this rank. Used by one thread at a time.
 
     ``engines`` and ``dtypes`` are looked up by the names that the plan uses for devices and
     dtypes. A result is ``post_scale`` times the sum of ``scale`` times each rank's gradient;
-    ``reduced_scale`` takes the place of ``scale`` for a gradient that is a result already.
+    ``reduced_scale`` takes the place of ``scale`` for a gradient that is a result already. With
+    ``codec`` the scaled gradients of a bucket travel as it encodes them. ``average_over``, when
+    it is not 0, is the number of ranks that ``scale`` divides by, to be corrected to the number of
+    those that took part.
     """
 
     def __init__(
@@ -207,8 +233,11 @@ class Reducer:
         scale: float,
         reduced_scale: float,
         post_scale: float = 1.0,
+        codec: Codec | None = None,
+        average_over: int = 0,
     ) -> None:
         self.plan = plan
+        self._average_over = average_over
         # As a tensor: a float would be made into one at each multiplication.
         factor = torch.tensor(scale, dtype=torch.float64, device="cpu")
         self._factor = None if scale == 1.0 else factor
@@ -223,7 +252,7 @@ class Reducer:
             lane = self._lanes[bucket_plan.device]
             specs = [plan.parameters[slot.index] for slot in bucket_plan.slots]
             layouts = [(spec.shape, spec.stride) for spec in specs]
-            bucket = Bucket(bucket_plan, dtypes[bucket_plan.dtype], layouts, lane)
+            bucket = Bucket(bucket_plan, dtypes[bucket_plan.dtype], layouts, lane, codec)
             lane.buckets.append(bucket)
             self._buckets.append(bucket)
             entries.update(
@@ -303,6 +332,8 @@ class Reducer:
                     current.wait_stream(stream)
         bucket.left_at = time.perf_counter()
         bucket.work = lane.engine.allreduce(bucket.wire(), Reduction.SUM)
+        if events.wanted(events.BucketLeft):
+            events.emit(events.BucketLeft(f"bucket {bucket.plan.number}", bucket.left_at))
 
     def flush(self, gradient_of: Callable[[int], Tensor | None]) -> None:
         """Let the rest go. ``gradient_of(index)`` is what there is for a parameter not put yet.
@@ -355,14 +386,35 @@ class Reducer:
             self.flush(lambda index: self.entries[index].result())
             self._collect(wait_for)
 
+    def abstain(self, wait_for: WaitFor) -> bool:
+        """Run a pass in which this rank has no part; whether any rank had one.
+
+        Everything that it sends is zero, guards and flags too.
+        """
+        self.begin(0)
+        for bucket in self._buckets:
+            bucket.buffer.zero_()
+            self._leave(bucket)
+        for bucket in self._buckets:
+            assert bucket.work is not None
+            wait_for(bucket.work, bucket.plan.number)
+            if bucket.encoding is not None:
+                bucket.encoding.decode()
+        return any(_participants(bucket) != 0 for bucket in self._buckets[:1])
+
     def _collect(self, wait_for: WaitFor) -> None:
         for bucket in self._buckets:
             assert bucket.work is not None
             wait_for(bucket.work, bucket.plan.number)
             if events.wanted(events.CollectiveFinished):
                 self._tell(bucket)
+            if bucket.encoding is not None:
+                bucket.encoding.decode()
             if self._post_scale != 1.0:
                 bucket.buffer[: bucket.plan.payload].mul_(self._post_scale)
+            if self._average_over:
+                share = self._average_over / _participants(bucket)
+                bucket.buffer[: bucket.plan.payload].mul_(share)
             self._read_flags(bucket)
             for entry in bucket.entries:
                 if entry.view.data_ptr() != entry.address:  # as after `p.grad.data = ...`

@@ -1,4 +1,4 @@
-"""Program order: handles, mismatches, and errors that reach whoever waits."""
+"""The named path: any order, handles, mismatches, and errors that reach whoever waits."""
 
 from __future__ import annotations
 
@@ -67,11 +67,13 @@ MISMATCHES = {
     "Mismatched ALLREDUCE tensor shapes": lambda g, r: g.allreduce(torch.ones(2 + r), name="x"),
     "Mismatched ALLGATHER tensor shapes": lambda g, r: g.allgather(torch.ones(2, 2 + r)),
     "Mismatched operations": lambda g, r: g.barrier() if r else g.allreduce(torch.ones(1)),
-    "Mismatched names": lambda g, r: g.allreduce(torch.ones(2), name=f"rank{r}"),
     "Mismatched reduction operation": lambda g, r: g.allreduce(torch.ones(2), op=Op(1 + 2 * r)),
     "Mismatched prescale": lambda g, r: g.allreduce(torch.ones(2), prescale=1.0 + r),
     "Mismatched broadcast root ranks": lambda g, r: g.broadcast(torch.ones(2), root=r),
     "Mismatched number of tensors": lambda g, r: g.grouped_allreduce([torch.ones(2)] * (1 + r)),
+    "Mismatched ALLREDUCE tensor sh": lambda g, r: g.grouped_allreduce(
+        [torch.ones(2), torch.ones(3 + r)], name="several"
+    ),
 }
 
 
