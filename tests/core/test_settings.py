@@ -21,9 +21,12 @@ DEFAULTS = {
     "stall_timeout": 1800.0,
     "block_notice": 0.1,
     "deadlock_after": 2.0,
+    "join_average": "all",
     "network_interface": None,
     "store_address": None,
     "secret": None,
+    "timeline": None,
+    "timeline_mark_cycles": False,
     "log_level": "warning",
 }
 
@@ -36,6 +39,7 @@ READ = [
     ("FARANDOLE_START_TIMEOUT", "2.5", "start_timeout", 2.5),
     ("HOROVOD_START_TIMEOUT", "30", "start_timeout", 30.0),
     ("FARANDOLE_STALL_WARNING", "0", "stall_warning", 0.0),
+    ("FARANDOLE_JOIN_AVERAGE", "participants", "join_average", "participants"),
     ("HOROVOD_STALL_CHECK_TIME_SECONDS", "5", "stall_warning", 5.0),
     ("FARANDOLE_STALL_TIMEOUT", "7", "stall_timeout", 7.0),
     ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0", "stall_timeout", 0.0),
@@ -46,6 +50,10 @@ READ = [
     ("FARANDOLE_STORE", "node7:4711", "store_address", "node7:4711"),
     ("FARANDOLE_STORE", "[fe80::1]:4711", "store_address", "[fe80::1]:4711"),
     ("FARANDOLE_SECRET", HEX, "secret", Secret.from_hex(HEX)),
+    ("FARANDOLE_TIMELINE", "/tmp/t.json", "timeline", "/tmp/t.json"),
+    ("HOROVOD_TIMELINE", "t.json", "timeline", "t.json"),
+    ("FARANDOLE_TIMELINE_MARK_CYCLES", "1", "timeline_mark_cycles", True),
+    ("HOROVOD_TIMELINE_MARK_CYCLES", "1", "timeline_mark_cycles", True),
     ("FARANDOLE_LOG_LEVEL", "INFO", "log_level", "info"),
     ("HOROVOD_LOG_LEVEL", "trace", "log_level", "trace"),
     ("HOROVOD_LOG_LEVEL", "fatal", "log_level", "fatal"),
@@ -69,6 +77,7 @@ REFUSED = [
     ("FARANDOLE_INTERFACE", "eth0 eth1"),
     ("FARANDOLE_STORE", "node7"),
     ("FARANDOLE_STORE", "node7:99999"),
+    ("FARANDOLE_TIMELINE_MARK_CYCLES", "often"),
     ("FARANDOLE_LOG_LEVEL", "loud"),
 ]
 
@@ -118,8 +127,12 @@ def test_our_own_variable_wins_over_horovods(knob: Knob) -> None:
     ours, *theirs = knob.variables
     assert ours.startswith("FARANDOLE_")
     assert all(each.startswith("HOROVOD_") for each in theirs)
-    text = {"network_interface": "eth3", "log_level": "error"}.get(knob.name, "17")
-    other = {"network_interface": "eth4", "log_level": "info"}.get(knob.name, "1")
+    text = {"network_interface": "eth3", "log_level": "error", "timeline_mark_cycles": "1"}.get(
+        knob.name, "17"
+    )
+    other = {"network_interface": "eth4", "log_level": "info", "timeline_mark_cycles": "0"}.get(
+        knob.name, "1"
+    )
     both = Settings.from_environment({**dict.fromkeys(theirs, other), ours: text})
     alone = Settings.from_environment({ours: text})
     assert getattr(both, knob.name) == getattr(alone, knob.name) != knob.default
@@ -131,6 +144,10 @@ def test_empty_variables_count_as_not_set() -> None:
     assert Settings.from_environment(
         {"FARANDOLE_INTERFACE": "", "HOROVOD_GLOO_IFACE": "ib0"}
     ).network_interface == ("ib0")
+
+
+def test_horovods_word_for_a_later_timeline_records_nothing() -> None:
+    assert Settings.from_environment({"HOROVOD_TIMELINE": "DYNAMIC"}).timeline is None
 
 
 def test_stall_check_disable_switches_both_stall_limits_off_and_only_when_set() -> None:
@@ -197,6 +214,8 @@ def _row(knob: Knob) -> str:
     default = f"`{knob.default}`"
     if knob.default is None:
         default = "not set"
+    elif isinstance(knob.default, bool):
+        default = f"`{knob.default:d}`"
     elif isinstance(knob.default, float):
         default = f"`{knob.default:g}`"
     elif isinstance(knob.default, int):

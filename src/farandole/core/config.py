@@ -63,6 +63,10 @@ def _zero_if_set(text: str) -> float | None:
     return 0.0 if _flag(text) else None
 
 
+def _unless_dynamic(text: str) -> str | None:
+    return None if text.strip() == "DYNAMIC" else text
+
+
 def _is_real(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -95,6 +99,8 @@ _INTERFACE = Kind(
     str.strip,
     lambda v: v is None or (isinstance(v, str) and bool(v) and not any(c.isspace() for c in v)),
 )
+_FILE = Kind("the path of a file", str, lambda v: v is None or (isinstance(v, str) and bool(v)))
+_FLAG = Kind("0 or 1", _flag, lambda v: isinstance(v, bool))
 _ADDRESS = Kind("host:port", str.strip, lambda v: v is None or _is_address(v))
 _SECRET = Kind(
     "at least 32 hexadecimal digits",
@@ -200,6 +206,13 @@ class Settings:
         meaning="When all ranks wait, but for different things, and that does not change for this "
         "long, all of them raise `MismatchError`.",
     )
+    join_average: str = _knob(
+        "all",
+        _one_of("all", "participants"),
+        "FARANDOLE_JOIN_AVERAGE",
+        meaning="What an average is divided by while some ranks have called `join()`: the number "
+        "of `all` ranks, or of the `participants` that still take part.",
+    )
     network_interface: str | None = _knob(
         None,
         _INTERFACE,
@@ -221,6 +234,23 @@ class Settings:
         "FARANDOLE_SECRET",
         meaning="The job's secret, the same for all its ranks, in hexadecimal. Set by `farandole "
         "run`. Keep it out of command lines and logs.",
+    )
+    timeline: str | None = _knob(
+        None,
+        _FILE,
+        "FARANDOLE_TIMELINE",
+        "HOROVOD_TIMELINE",
+        readers={"HOROVOD_TIMELINE": _unless_dynamic},
+        meaning="Record what every rank does from `init()` to `shutdown()` in this file, which "
+        "rank 0 writes; see [Timeline](timeline.md). `HOROVOD_TIMELINE=DYNAMIC` records nothing: "
+        "`start_timeline()` needs no permission.",
+    )
+    timeline_mark_cycles: bool = _knob(
+        False,
+        _FLAG,
+        "FARANDOLE_TIMELINE_MARK_CYCLES",
+        "HOROVOD_TIMELINE_MARK_CYCLES",
+        meaning="Whether that timeline shows when each cycle of the negotiation began.",
     )
     log_level: str = _knob(
         "warning",

@@ -7,6 +7,7 @@ an exception in a handler reaches the emitter, since a silent listener is a defe
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,6 +68,70 @@ class GroupClosed:
 
     rank: int
     generation: int
+
+
+class Stage(enum.Enum):
+    """How far a named collective is on one rank; each stage lasts until the next one."""
+
+    NEGOTIATING = "negotiating"
+    """Submitted here; not yet agreed on by all ranks."""
+    QUEUED = "queued"
+    """Agreed; waits for what was agreed before it, or for its input."""
+    PACKING = "packing"
+    """Copied into the buffer that it shares with others."""
+    MOVING = "moving"
+    """In the hands of the transport."""
+    UNPACKING = "unpacking"
+    """Moved; the result is being made."""
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class RequestStaged:
+    """A named collective of this rank entered ``stage``.
+
+    The first stage is ``NEGOTIATING``, the last ``DONE`` or ``FAILED``; those between may be left
+    out, and none comes twice.
+    """
+
+    rank: int
+    """Global."""
+    group: str
+    """The key of its group: a name may be in flight once in each group."""
+    operation: str
+    """``allreduce``, ``allgather``, ..."""
+    name: str
+    """As the user, or the count of unnamed ones, has it: ``loss``, ``noname.3``."""
+    stage: Stage
+    at: float
+    """``time.perf_counter()`` when it happened: for work of a transport, when it was noticed."""
+    transport: str = ""
+    """With ``MOVING``: ``gloo``, ``nccl``, ``threads``."""
+    detail: str = ""
+    """With ``FAILED``: the first line of the error. Else what helps a reader, or nothing."""
+
+
+@dataclass(frozen=True)
+class BucketLeft:
+    """A bucket of gradients was handed to an engine; ``CollectiveFinished`` of that name follows.
+
+    Buckets of one name, which belong to several optimizers, finish in any order.
+    """
+
+    name: str
+    at: float
+    """As in :class:`RequestStaged`."""
+
+
+@dataclass(frozen=True)
+class CycleStarted:
+    """This rank began a round of agreement about what was submitted since the last one."""
+
+    rank: int
+    group: str
+    at: float
+    """As in :class:`RequestStaged`."""
 
 
 EventT = TypeVar("EventT")
