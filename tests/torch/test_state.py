@@ -119,7 +119,10 @@ def test_broadcast_optimizer_state(name, dressed):
         if rank == root:
             assert str(optimizer.state_dict()) == str(told)
         assert all(map(torch.equal, before, weights(model)))
-        assert all(parameter.grad is None or rank for parameter in model.parameters())
+        if rank == 0 and name == "plain sgd":  # it has no state, and Horovod gives gradients then
+            assert not any(parameter.grad.count_nonzero() for parameter in model.parameters())
+        elif rank == 0:
+            assert all(parameter.grad is None for parameter in model.parameters())
         # From the same weights, all go on alike.
         hvd.broadcast_parameters(model.state_dict(), root_rank=root)
         take_steps(model, optimizer, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +13,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from farandole.comm.engines.base import Engine
 from farandole.comm.fusion import plan as plans
+from farandole.comm.fusion.absence import PlanLog
 from farandole.comm.fusion.reducer import Reducer
 from farandole.comm.group import Group
 from farandole.comm.ops import Op
 from farandole.core.errors import MismatchError, UsageError, describe_ranks
+from farandole.torch.compression import Compression, Compressor
+from farandole.torch.sparse_gradients import SparseGradients, SparseLook, agree_on_sparse
 
 Key = tuple[list[int], torch.device | None, torch.dtype | None]
 """What a plan was made for: each parameter's ``id`` in order, and where and what they are."""
@@ -33,6 +37,7 @@ class Terms:
     passes_per_step: int
     predivide: float
     sparse_as_dense: bool
+    compression: type[Compressor] = Compression.none
     families: MutableMapping[Tensor, int] = field(default_factory=WeakIdKeyDictionary)
     """The number of the parameters' group that shares a bucket with each parameter."""
 
@@ -43,6 +48,8 @@ class Terms:
             "op": self.op.label,
             "backward_passes_per_step": str(self.passes_per_step),
             "gradient_predivide_factor": str(self.predivide),
+            "compression": getattr(self.compression, "__name__", str(self.compression)),
+            "sparse_as_dense": str(self.sparse_as_dense),
         }
 
 
@@ -54,9 +61,13 @@ class Agreed:
     terms: Terms
     key: Key
     parameters: tuple[Tensor, ...]
+    """Those of the plan, in its order."""
     reducer: Reducer
+    log: PlanLog
     places: dict[int, int]
     """``id(parameter)`` → its place in the plan."""
+    sparse: SparseGradients
+    """Those that are not in the plan."""
 
     def fits(self, group: Group, terms: Terms, members: Sequence[Tensor]) -> bool:
         """Whether it still holds."""
@@ -75,22 +86,32 @@ def agree(
     channel: str,
     terms: Terms,
     members: Sequence[Tensor],
-    order: Sequence[int],
+    ready: Sequence[int],
     name_of: Callable[[Tensor], str],
+    look: SparseLook,
 ) -> Agreed:
     """Agree on a plan with the other ranks; blocks until all have come to this point.
 
-    ``order`` is that in which the gradients became ready on this rank, as places in ``members``;
-    rank 0's counts. ``MismatchError``, alike on every rank, names what differs.
+    ``ready`` has the ``id`` of parameters as their gradients became ready on this rank; rank 0's
+    order counts. ``look`` is told whose gradients are sparse but travel dense. ``MismatchError``,
+    alike on every rank, names what differs.
     """
+    key = key_of(members)
+    dims = agree_on_sparse(group, channel, terms.label, members)
+    if terms.sparse_as_dense:
+        for place, count in dims.items():
+            look.note(members[place], count)
+        dims = {}
+    rows = [members[place] for place in dims]
+    members = [each for place, each in enumerate(members) if place not in dims]
     devices = _label_devices(members)
     specs = [_spec(each, name_of(each), devices, terms) for each in members]
     mine = plans.Proposal(
         tuple(specs),
-        tuple(order),
+        _expected_order(members, ready),
         group.settings.bucket_bytes,
         group.settings.first_bucket_bytes,
-        terms.said(),
+        {**terms.said(), **_said_of(rows, name_of)},
     )
     answers = group.agree(
         f"plan/{channel}", mine.to_bytes(), f"agreement on the parameters of {terms.label}"
@@ -104,14 +125,33 @@ def agree(
         label: (device, group.engine(f"planned/{channel}{_suffix(label)}", device))
         for device, label in devices.items()
     }
+    build = _builder(proposals[0].plan(), engines, members, terms, group)
     return Agreed(
         group,
         terms,
-        key_of(members),
+        key,
         tuple(members),
-        _reducer(proposals[0].plan(), engines, members, terms, group.size),
+        build(),
+        group.plans.register(f"planned/{channel}", build),
         {id(parameter): place for place, parameter in enumerate(members)},
+        SparseGradients(group, f"{terms.label}.{channel}", terms.op, rows, list(dims.values())),
     )
+
+
+def _expected_order(members: Sequence[Tensor], ready: Sequence[int]) -> tuple[int, ...]:
+    """As gradients became ready in this pass; the others in reverse, as DDP does."""
+    places = {id(parameter): place for place, parameter in enumerate(members)}
+    seen = dict.fromkeys(places[each] for each in ready if each in places)
+    seen.update(dict.fromkeys(reversed(range(len(members)))))
+    return tuple(seen)
+
+
+def _said_of(rows: Sequence[Tensor], name_of: Callable[[Tensor], str]) -> dict[str, str]:
+    """What the ranks compare of parameters that are in no bucket."""
+    return {
+        f"sparse parameter {name_of(each)!r} is": f"{each.dtype} {tuple(each.shape)}"
+        for each in rows
+    }
 
 
 def _spec(
@@ -147,13 +187,14 @@ def _suffix(label: str) -> str:
     return "" if number == "0" else f".{number}"
 
 
-def _reducer(
+def _builder(
     plan: plans.Plan,
     engines: dict[str, tuple[torch.device, Engine]],
     members: Sequence[Tensor],
     terms: Terms,
-    size: int,
-) -> Reducer:
+    group: Group,
+) -> Callable[[], Reducer]:
+    size = group.size
     averages = terms.op is Op.AVERAGE
     if averages and terms.predivide == 1.0:
         scale, post_scale = 1.0 / size, 1.0  # one multiplication an element, none afterwards
@@ -161,13 +202,16 @@ def _reducer(
         scale, post_scale = 1.0 / terms.predivide, terms.predivide / size
     else:
         scale, post_scale = 1.0, 1.0
-    return Reducer(
+    return functools.partial(
+        Reducer,
         plan,
         engines,
         {str(each.dtype).removeprefix("torch."): each.dtype for each in members},
         scale=scale,
         reduced_scale=scale if averages else scale / size,
         post_scale=post_scale,
+        codec=None if terms.compression is Compression.none else terms.compression,
+        average_over=size if averages and group.settings.join_average == "participants" else 0,
     )
 
 

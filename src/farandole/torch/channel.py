@@ -9,36 +9,57 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from farandole.comm import group as groups
+from farandole.comm.group import Group
+from farandole.torch.process_sets import ProcessSet
 
 _COPIES = 1_000_000
 """Copies are closed after all others at the end of a backward pass."""
 
 
+_SET = 1_000_000_000
+"""Optimizers on a process set are closed after those on the sets before."""
+
+
 @dataclass
 class _Counters:
-    created: itertools.count[int] = field(default_factory=itertools.count)
-    copied: itertools.count[int] = field(default_factory=itertools.count)
+    created: dict[tuple[int, int], itertools.count[int]] = field(
+        default_factory=lambda: defaultdict(itertools.count)
+    )
+    copied: dict[tuple[int, int], itertools.count[int]] = field(
+        default_factory=lambda: defaultdict(itertools.count)
+    )
 
 
 _counters: weakref.WeakKeyDictionary[groups.GroupRef, _Counters] = weakref.WeakKeyDictionary()
 
 
 class Channel:
-    """The group's ref and, within it, the number of one optimizer."""
+    """The ranks that share an optimizer's gradients and, among those, its number."""
 
-    def __init__(self, ref: groups.GroupRef | None, number: int | None) -> None:
+    def __init__(
+        self, ref: groups.GroupRef | None, number: int | None, process_set: ProcessSet
+    ) -> None:
         self._ref = ref
         self._number = number
+        self._process_set = process_set
 
     @property
-    def ref(self) -> groups.GroupRef:
-        """The ranks that share the gradients. ``NotInitializedError`` before ``init()``."""
+    def _root(self) -> groups.GroupRef:
         if self._ref is None:
             self._ref = groups.root()
         return self._ref
+
+    @property
+    def group(self) -> Group | None:
+        """The ranks that share the gradients; ``None`` on a rank that is none of them.
+
+        ``NotInitializedError`` before ``init()``.
+        """
+        return self._process_set.group_in(self._root.current)
 
     @property
     def number(self) -> int:
@@ -48,7 +69,13 @@ class Channel:
     def open(self) -> None:
         """The channel is used now: a copy gets its number."""
         if self._number is None:
-            self._number = _COPIES + next(_counters.setdefault(self.ref, _Counters()).copied)
+            counters = _counters.setdefault(self._root, _Counters())
+            self._number = _COPIES + next(counters.copied[self._process_set.scope()])
+
+    @property
+    def order(self) -> int:
+        """Where it stands among all channels; alike on all ranks that share it."""
+        return self._process_set.scope()[1] * _SET + self.number
 
     @property
     def name(self) -> str:
@@ -58,12 +85,13 @@ class Channel:
         return str(self.number)
 
 
-def claim() -> Channel:
+def claim(process_set: ProcessSet) -> Channel:
     """The next optimizer's channel. ``NotInitializedError`` before ``init()``."""
     ref = groups.root()
-    return Channel(ref, next(_counters.setdefault(ref, _Counters()).created))
+    counters = _counters.setdefault(ref, _Counters())
+    return Channel(ref, next(counters.created[process_set.scope()]), process_set)
 
 
-def claim_later() -> Channel:
+def claim_later(process_set: ProcessSet) -> Channel:
     """The channel of a copy, numbered at its first use."""
-    return Channel(None, None)
+    return Channel(None, None, process_set)

@@ -33,6 +33,7 @@ from farandole.torch import agreement, backward
 from farandole.torch.accumulation import Accumulation
 from farandole.torch.agreement import Agreed, Terms
 from farandole.torch.channel import Channel
+from farandole.torch.sparse_gradients import SparseLook, is_sparse
 
 _hooks: MutableMapping[Tensor, list[RemovableHandle]] = WeakIdKeyDictionary()
 """The hooks of ours that each parameter has."""
@@ -72,12 +73,19 @@ class Gradients:
         """Whether the pass that is open ends in a reduction."""
         self._begun: Agreed | None = None
         """The plan whose reducer takes gradients now."""
-        self._sequence = 0
+        self._look = SparseLook()
 
     @property
     def number(self) -> int:
         """See :class:`backward.Participant`."""
-        return self._channel.number
+        return self._channel.order
+
+    def _partners(self) -> Group | None:
+        """The ranks to reduce with; ``None`` when nothing is to be reduced."""
+        group = self._channel.group
+        if group is None or group.size == 1 or self.terms.op is Op.ADASUM:
+            return None
+        return group
 
     def name_of(self, parameter: Tensor) -> str:
         """What messages call a parameter; one that was added later has its place for a name."""
@@ -155,12 +163,12 @@ class Gradients:
         gradient = gradient.detach()
         if gradient.layout is torch.strided:
             return gradient
-        if self.terms.sparse_as_dense:
+        if is_sparse(gradient):
+            self._look.note(parameter, gradient.sparse_dim())
             return gradient.to_dense()
         raise UsageTypeError(
-            f"the gradient of {self.name_of(parameter)!r} is sparse ({gradient.layout}), which "
-            f"{self.terms.label} does not reduce as it is. Give sparse_as_dense=True to "
-            "DistributedOptimizer, or build the layer with sparse=False."
+            f"the gradient of {self.name_of(parameter)!r} is {gradient.layout}, which "
+            f"{self.terms.label} does not reduce. Dense and sparse (COO) gradients are."
         )
 
     # A pass.
@@ -190,18 +198,21 @@ class Gradients:
     def _open(self, reduces: bool) -> None:
         self._order.clear()
         self._begun = None
-        group = self._channel.ref.current
         self._reduces = reduces
         if not reduces:
             return
         self.accumulation.reduced = False
-        agreed = self._agreed
-        if agreed is not None and agreed.fits(group, self.terms, self._members()):
+        group, agreed = self._partners(), self._agreed
+        if (
+            group is not None
+            and agreed is not None
+            and agreed.fits(group, self.terms, self._members())
+        ):
             self._begin(agreed)
 
     def _begin(self, agreed: Agreed) -> None:
         agreed.reducer.spare_kept()
-        agreed.reducer.begin(self.accumulation.steps)
+        agreed.reducer.begin(agreed.log.step(self.accumulation.steps))
         self._compare_steps(agreed)
         self._begun = agreed
 
@@ -210,8 +221,8 @@ class Gradients:
         self._task = self._pass = None
         if not self._reduces:
             return
-        group = self._channel.ref.current
-        if group.size == 1:
+        group = self._partners()
+        if group is None:
             return
         agreed = self._begun
         if agreed is None:
@@ -221,15 +232,19 @@ class Gradients:
         try:
             with torch.no_grad():
                 agreed.reducer.flush(lambda place: self._left(parameters[place]))
+                agreed.sparse.submit()
         except CollectiveError as error:
             raise group.explain(error) from None
         # The next thing to wait for may be another optimizer's.
         count = len(agreed.reducer.plan.buckets)
         if count:
-            last = self._position(agreed, count - 1, self._sequence + count)
+            last = self._position(agreed, count - 1, agreed.log.after(count))
             group.control.note_begun(last)
 
     def _left(self, parameter: Tensor) -> Tensor | None:
+        agreed = self._begun
+        if self.terms.op is Op.SUM and agreed is not None:
+            self._look.undo_sum(parameter, agreed.group.size)
         gradient = parameter.grad
         if gradient is None or (gradient.layout is torch.strided and not gradient.requires_grad):
             return gradient
@@ -244,6 +259,7 @@ class Gradients:
         if agreed is not None:
             with torch.no_grad():
                 agreed.reducer.finish(self._wait_for)
+                agreed.sparse.collect(keep=keep)
             if keep:
                 self._hand_out(agreed)
             self._compare_steps(agreed)
@@ -251,7 +267,7 @@ class Gradients:
 
     def _hand_out(self, agreed: Agreed) -> None:
         for parameter, entry in zip(agreed.parameters, agreed.reducer.entries, strict=True):
-            parameter.grad = entry.view if entry.present else None
+            parameter.grad = self._look.dress(parameter, entry.view) if entry.present else None
 
     def settle(self) -> None:
         """Outside of backward: close what an exception left open, reduce what is due."""
@@ -269,11 +285,16 @@ class Gradients:
     def undo_sum(self, parameter: Tensor) -> None:
         """A gradient is about to be added to a sum over the ranks: keep this rank's share of it."""
         agreed = self._agreed
-        place = None if agreed is None else agreed.places.get(id(parameter))
-        if agreed is not None and place is not None:
-            entry = agreed.reducer.entries[place]
-            if parameter.grad is entry.view:
-                agreed.reducer.divide(entry)
+        if agreed is None:
+            return
+        place = agreed.places.get(id(parameter))
+        if place is None:
+            agreed.sparse.undo_sum(parameter)
+            return
+        entry = agreed.reducer.entries[place]
+        if parameter.grad is entry.view:
+            agreed.reducer.divide(entry)
+        self._look.undo_sum(parameter, agreed.group.size)
 
     # Agreements.
 
@@ -288,30 +309,27 @@ class Gradients:
             for parameter, entry in zip(previous.parameters, previous.reducer.entries, strict=True):
                 if parameter.grad is entry.view:
                     previous.reducer.divide(entry)
+            previous.sparse.undo_sums()
         self._channel.open()
-        members = self._members()
-        order = self._expected_order(members)
         self._agreed = agreement.agree(
-            group, self._channel.name, self.terms, members, order, self.name_of
+            group,
+            self._channel.name,
+            self.terms,
+            self._members(),
+            self._order,
+            self.name_of,
+            self._look,
         )
         return self._agreed
-
-    def _expected_order(self, members: list[Tensor]) -> tuple[int, ...]:
-        """As gradients became ready in this pass; the others in reverse, as DDP does."""
-        places = {id(parameter): place for place, parameter in enumerate(members)}
-        seen = dict.fromkeys(places[each] for each in self._order if each in places)
-        seen.update(dict.fromkeys(reversed(range(len(members)))))
-        return tuple(seen)
 
     def _compare_steps(self, agreed: Agreed) -> None:
         if agreed.reducer.steps_differ:
             agreement.raise_different_steps(agreed, self._channel.name, self.accumulation.steps)
 
     def _wait_for(self, work: Work, bucket: int) -> None:
-        self._sequence += 1
         agreed = self._agreed
         assert agreed is not None
-        agreed.group.wait(work, self._position(agreed, bucket, self._sequence))
+        agreed.group.wait(work, self._position(agreed, bucket, agreed.log.next()))
 
     def _position(self, agreed: Agreed, bucket: int, sequence: int) -> Position:
         plan = agreed.reducer.plan

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from farandole.comm.group import Group
-from farandole.torch.session import current
+from farandole.torch.process_sets import ProcessSet, global_process_set, root_within
 
 T = TypeVar("T")
 
@@ -22,32 +22,47 @@ PIECE = 256 * 1024 * 1024
 """Bytes that travel at once, so that a large object needs little memory beside itself."""
 
 
-def broadcast_object(obj: T | None, root_rank: int = 0, name: str | None = None) -> T:
+def broadcast_object(
+    obj: T | None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> T:
     """The object of rank ``root_rank``, on every rank; the root gets back its own.
 
     Anything that pickles; with cloudpickle installed also lambdas and classes of the script. What
     the other ranks pass is ignored. Any size that fits into memory.
 
-    Raises ``UsageError`` for a ``root_rank`` that does not exist, and as collectives do.
+    ``root_rank`` is a global rank, also within ``process_set``.
+
+    Raises ``UsageError`` for a ``root_rank`` that does not take part, and as collectives do.
 
     Example::
 
         epoch = hvd.broadcast_object(epoch, root_rank=0)
     """
-    group = current()
-    label = name or "broadcast_object"
-    pickled = dump(obj) if group.rank == root_rank else bytearray()
-    length = torch.tensor(len(pickled), device="cpu")
-    size = group.broadcast(length, root=root_rank, name=f"{label}.size")
-    if group.rank != root_rank:
+    return broadcast_in(process_set.group(), obj, root_rank, name or "broadcast_object")
+
+
+def broadcast_in(group: Group, obj: T | None, root_rank: int, label: str) -> T:
+    """:func:`broadcast_object` within ``group``."""
+    root = root_within(group, root_rank)
+    is_root = group.rank == root
+    pickled = dump(obj) if is_root else bytearray()
+    size = group.broadcast(
+        torch.tensor(len(pickled), device="cpu"), root=root, name=f"{label}.size"
+    )
+    if not is_root:
         pickled = bytearray(int(size))
     for number, piece in enumerate(torch.split(_as_tensor(pickled), PIECE)):
-        group.broadcast(piece, root=root_rank, name=f"{label}.{number}", inplace=True)
-    result: T = obj if group.rank == root_rank else pickle.loads(pickled)  # type: ignore[assignment]
+        group.broadcast(piece, root=root, name=f"{label}.{number}", inplace=True)
+    result: T = obj if is_root else pickle.loads(pickled)  # type: ignore[assignment]
     return result
 
 
-def allgather_object(obj: T, name: str | None = None) -> list[T]:
+def allgather_object(
+    obj: T, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[T]:
     """The objects of all ranks, in rank order, on every rank; what pickles, of any size.
 
     Raises as collectives do.
@@ -56,7 +71,7 @@ def allgather_object(obj: T, name: str | None = None) -> list[T]:
 
         names = hvd.allgather_object(socket.gethostname())
     """
-    group = current()
+    group = process_set.group()
     label = name or "allgather_object"
     pickled = dump(obj)
     length = torch.tensor([len(pickled)], device="cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -17,26 +18,36 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from farandole.comm.ops import Op
 from farandole.core import events
-from farandole.core.errors import UsageError, UsageTypeError
+from farandole.core.errors import UnsupportedError, UsageError, UsageTypeError
 from farandole.torch import channel as channels
 from farandole.torch import options
 from farandole.torch.agreement import Terms
+from farandole.torch.compression import Compression, Compressor
+from farandole.torch.deltas import Deltas
 from farandole.torch.gradients import Gradients
+from farandole.torch.process_sets import ProcessSet, global_process_set
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 ValueT = TypeVar("ValueT")
+
+SYNCHRONIZED_TWICE = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after "
+    "optimizer.synchronize(). Nothing is sent twice here, but with Horovod the gradients would "
+    "be. Say: with optimizer.skip_synchronize(): optimizer.step()"
+)
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: OptimizerT,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    *,
+    compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
     op: Op = Op.AVERAGE,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[Tensor]] | None = None,
     sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
 ) -> OptimizerT:
     """Dress ``optimizer`` so that every rank steps with the gradients of all ranks.
 
@@ -50,26 +61,34 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     gradient on all ranks keeps ``grad is None``. All ranks must call ``backward()`` and ``step()``
     alike; a rank whose backward pass touches none of the parameters takes part in ``step()``.
 
+    With ``op=Adasum`` gradients stay local: every rank takes its own step, and ``step()`` combines
+    how far the ranks went (Maleki et al., MLSys 2021). The learning rate is then that of one rank.
+
     Arguments:
         optimizer: any ``torch.optim.Optimizer``, with any floating-point or complex parameters.
         named_parameters: ``model.named_parameters()``, for readable messages. Must then name every
             parameter of ``optimizer``.
+        compression: how gradients travel: ``Compression.none``, ``fp16`` or ``bf16``. They are
+            scaled before, and have the parameter's dtype again after.
         backward_passes_per_step: gradients are summed locally over this many backward passes and
             travel with the last one. ``step()`` in between does nothing, and ``zero_grad()`` after
             it keeps the gradients. A script that calls ``step()`` once after several backward
             passes may have a shorter last group; one that uses a ``GradScaler`` must call
             ``scaler.step()`` that way, since in between it would unscale what is not reduced.
-        op: ``Average`` or ``Sum``.
+        op: ``Average``, ``Sum``, or ``Adasum`` with a power of two of ranks.
         gradient_predivide_factor: with ``Average``, divide by this before and by
             ``size() / factor`` after the sum.
         num_groups: old name of ``groups`` as a number.
         groups: lists of parameters, each of which travels in a bucket of its own; or a number, to
             divide the parameters into so many. ``None`` or 0: buckets by size.
-        sparse_as_dense: turn sparse gradients into dense ones. Without it they raise a
-            ``TypeError`` in ``backward()``.
+        sparse_as_dense: let sparse gradients travel as dense ones, with the others. Without it
+            the rows that some rank has travel to all ranks, when the pass ends. Either way the
+            result is sparse.
+        process_set: the ranks that share gradients. On other ranks the optimizer works alone.
 
-    Raises ``UsageError`` (a ``ValueError``) for arguments that do not fit together, and
-    ``NotInitializedError`` before ``init()``. Later, in ``backward()`` or ``step()``,
+    Raises ``UsageError`` (a ``ValueError``) for arguments that do not fit together,
+    ``UnsupportedError`` (also a ``NotImplementedError``) for Adasum with another number of ranks,
+    and ``NotInitializedError`` before ``init()``. Later, in ``backward()`` or ``step()``,
     ``MismatchError`` on every rank when the ranks' parameters or steps differ, and ``PeerLost``.
 
     Example::
@@ -86,15 +105,18 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         )
     if isinstance(optimizer, Distributed):
         raise UsageError("This optimizer is a DistributedOptimizer already; wrap it once.")
+    channel = channels.claim(process_set)
     chosen = options.Options(
-        op=options.check_op(op),
+        op=options.check_op(op, channel.group),
         passes_per_step=options.check_passes(backward_passes_per_step),
         predivide=options.check_predivide(gradient_predivide_factor, op),
         sparse_as_dense=sparse_as_dense,
+        compression=options.check_compression(compression),
+        process_set=process_set,
         names=options.check_names(optimizer, named_parameters),
         families=options.families(optimizer, options.check_groups(groups, num_groups)),
     )
-    return _dress(optimizer, chosen, channels.claim())
+    return _dress(optimizer, chosen, channel)
 
 
 @dataclass
@@ -105,6 +127,12 @@ class _Attachment:
     chosen: options.Options
     gradients: Gradients
     label: str
+    deltas: Deltas | None
+    """With Adasum: combines how far the ranks went."""
+    synchronized: bool = False
+    """Whether ``synchronize()`` was called since the last step."""
+    skips: bool = False
+    """Whether the script is inside of ``skip_synchronize()``."""
 
 
 class Distributed(Optimizer):
@@ -120,10 +148,13 @@ class Distributed(Optimizer):
         """
         closure = args[0] if args else kwargs.get("closure")
         held = self._farandole
+        if held.synchronized and not held.skips:
+            warnings.warn(SYNCHRONIZED_TWICE, stacklevel=3)
+        held.synchronized = False
         gradients = held.gradients
         accumulation = gradients.accumulation
         if closure is not None and accumulation.passes_per_step == 1:
-            result: Any = super().step(_settled(closure, gradients), *args[1:], **_without(kwargs))
+            result: Any = self._apply(_settled(closure, gradients), *args[1:], **_without(kwargs))
             accumulation.step()
         else:
             loss = None
@@ -134,12 +165,26 @@ class Distributed(Optimizer):
             if not accumulation.step():
                 return loss
             rest = (None, *args[1:]) if args else ()
-            result = super().step(*rest, **_without(kwargs))
+            result = self._apply(*rest, **_without(kwargs))
             result = loss if result is None else result
         # Learning-rate schedulers made before the wrapping ask the wrapped one.
         held.wrapped._opt_called = True  # type: ignore[attr-defined]
         events.emit(events.StepFinished(optimizer=held.label))
         return result
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped class's step; with Adasum, as far as all ranks together go."""
+        deltas = self._farandole.deltas
+        if deltas is None:
+            return super().step(*args, **kwargs)
+        with deltas.combined(options.parameters_of(self)):
+            return super().step(*args, **kwargs)
+
+    @property
+    def _parameter_names(self) -> dict[Tensor, str]:
+        """Horovod's field: what each parameter is called."""
+        name_of = self._farandole.gradients.name_of
+        return {each: name_of(each) for each in options.parameters_of(self)}
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As the wrapped class does; keeps gradients that a later pass of the group needs."""
@@ -163,11 +208,25 @@ class Distributed(Optimizer):
                 optimizer.step()
         """
         self._farandole.gradients.settle()
+        self._farandole.synchronized = True
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """For scripts that call :meth:`synchronize` before ``step()``; nothing is sent twice."""
-        yield
+        """For scripts that call :meth:`synchronize` before ``step()``: it does not warn.
+
+        ``UnsupportedError`` with Adasum, whose ranks have nothing to synchronize before a step.
+        """
+        held = self._farandole
+        if held.deltas is not None:
+            raise UnsupportedError(
+                "Skipping synchronization is not supported when using Adasum optimizer: step() "
+                "is where the ranks meet. Leave out synchronize() and skip_synchronize()."
+            )
+        held.skips = True
+        try:
+            yield
+        finally:
+            held.skips = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change ``backward_passes_per_step`` and begin a new group; on all ranks alike.
@@ -223,6 +282,7 @@ def _dress(optimizer: OptimizerT, chosen: options.Options, channel: channels.Cha
             passes_per_step=chosen.passes_per_step,
             predivide=chosen.predivide,
             sparse_as_dense=chosen.sparse_as_dense,
+            compression=chosen.compression,
             families=_by_parameter(
                 (each, family)
                 for each, family in zip(parameters, chosen.families, strict=True)
@@ -230,7 +290,9 @@ def _dress(optimizer: OptimizerT, chosen: options.Options, channel: channels.Cha
             ),
         ),
     )
-    dressed._farandole = _Attachment(optimizer, chosen, gradients, label)
+    adasum = chosen.op is Op.ADASUM
+    deltas = Deltas(channel, label, chosen.compression) if adasum else None
+    dressed._farandole = _Attachment(optimizer, chosen, gradients, label, deltas)
     gradients.hook()
     weakref.finalize(dressed, gradients.unhook)
     return cast(OptimizerT, dressed)
@@ -275,7 +337,7 @@ def _restore(base: type[Optimizer], state: dict[str, Any], chosen: options.Optio
     """What a pickled or copied distributed optimizer becomes: distributed, on its own channel."""
     optimizer = object.__new__(base)
     optimizer.__setstate__(state)  # type: ignore[no-untyped-call, unused-ignore]
-    return _dress(optimizer, chosen, channels.claim_later())
+    return _dress(optimizer, chosen, channels.claim_later(chosen.process_set))
 
 
 def _settled(closure: Callable[[], Any], gradients: Gradients) -> Callable[[], Any]:

@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.optim import Optimizer
 
+from farandole.comm.collectives.adasum import require_pairs
+from farandole.comm.group import Group
 from farandole.comm.ops import Op
-from farandole.core.errors import UsageError
+from farandole.core.errors import UsageError, UsageTypeError
+from farandole.torch.compression import Compressor
+from farandole.torch.process_sets import ProcessSet
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,8 @@ class Options:
     passes_per_step: int
     predivide: float
     sparse_as_dense: bool
+    compression: type[Compressor]
+    process_set: ProcessSet
     names: tuple[str, ...] | None
     families: tuple[int | None, ...]
 
@@ -37,10 +43,14 @@ def default_names(optimizer: Optimizer) -> Iterator[str]:
             yield f"parameter {place} of group {number}"
 
 
-def check_op(op: Op) -> Op:
-    """``op``, if gradients can be reduced with it."""
-    if op not in (Op.AVERAGE, Op.SUM):
-        raise UsageError(f"DistributedOptimizer reduces with op=Average or op=Sum, not {op!r}.")
+def check_op(op: Op, group: Group | None) -> Op:
+    """``op``, if gradients can be reduced with it among the ranks of ``group``."""
+    if op not in (Op.AVERAGE, Op.SUM, Op.ADASUM):
+        raise UsageError(
+            f"DistributedOptimizer reduces with op=Average, op=Sum or op=Adasum, not {op!r}."
+        )
+    if op == Op.ADASUM and group is not None:
+        require_pairs(group.size)
     return Op(op)
 
 
@@ -58,6 +68,16 @@ def check_predivide(factor: float, op: Op) -> float:
     if not factor > 0:
         raise UsageError(f"gradient_predivide_factor must be > 0; it is {factor!r}.")
     return float(factor)
+
+
+def check_compression(compression: type[Compressor]) -> type[Compressor]:
+    """``compression``, if it has what a compression needs."""
+    if not all(callable(getattr(compression, each, None)) for each in ("compress", "decompress")):
+        raise UsageTypeError(
+            f"compression must be one of hvd.Compression, such as hvd.Compression.fp16, or a class "
+            f"with its methods; got {compression!r}."
+        )
+    return compression
 
 
 def check_names(

@@ -6,13 +6,22 @@ import atexit
 import logging
 import sys
 import traceback
+from collections.abc import Sequence
 
 from farandole.comm import group as groups
 from farandole.core import log
 from farandole.core.config import Settings
-from farandole.core.errors import ConnectionLost, DeadlineError, NotInitializedError
+from farandole.core.errors import (
+    ConnectionLost,
+    DeadlineError,
+    NotInitializedError,
+    UsageError,
+    UsageTypeError,
+)
 from farandole.core.topology import assigned
 from farandole.monitor import report
+from farandole.torch import timeline
+from farandole.torch.process_sets import ProcessSet, add_process_set
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +30,9 @@ _sheet: report.TimeSheet | None = None
 """Where this process's time goes; ranks that are threads keep none."""
 
 
-def init() -> None:
+def init(
+    comm: Sequence[int] | None = None, process_sets: str | Sequence[ProcessSet] | None = None
+) -> None:
     """Join the job's other ranks; blocks until all have called it. Does nothing when repeated.
 
     Rank and size come from whoever started the process: ``farandole run``, torchrun, mpiexec,
@@ -29,8 +40,13 @@ def init() -> None:
     1. Settings (``FARANDOLE_*``, ``HOROVOD_*``) are read now. :func:`shutdown` is called when the
     process ends; after it ``init()`` may be called again.
 
+    ``process_sets`` are registered at once, the same on all ranks, as :func:`add_process_set` does;
+    ``"dynamic"``, for scripts of Horovod, registers none. ``comm`` is Horovod's choice of ranks: it
+    must be all of them.
+
     Raises ``DeadlineError`` after ``FARANDOLE_START_TIMEOUT`` (120) seconds, with the ranks that
-    are missing, and ``UsageError`` when a setting or the place cannot be understood.
+    are missing, and ``UsageError`` when a setting or the place cannot be understood, when process
+    sets repeat or differ between ranks, or ``comm`` is anything but all ranks.
 
     Example::
 
@@ -40,6 +56,7 @@ def init() -> None:
         print(hvd.rank(), "of", hvd.size())
     """
     global _at_exit, _sheet
+    fresh = not is_initialized()
     settings = Settings.from_environment()
     log.configure(settings.log_level)
     groups.form_root(settings)
@@ -48,6 +65,34 @@ def init() -> None:
     if not _at_exit:
         _at_exit = True
         atexit.register(_leave_at_exit)
+    if fresh:
+        try:
+            timeline.follow(current())
+            _begin(comm, process_sets)
+        except UsageError:
+            shutdown()
+            raise
+
+
+def _begin(comm: Sequence[int] | None, sets: str | Sequence[ProcessSet] | None) -> None:
+    """What ``init`` does once, with the group formed."""
+    size = current().size
+    if comm is not None and (not isinstance(comm, Sequence) or sorted(comm) != list(range(size))):
+        raise UsageError(
+            f"init() got comm={comm!r}, but Farandole uses no MPI communicators: all {size} ranks "
+            "take part. Leave out comm, and use process sets for collectives among some ranks."
+        )
+    if isinstance(sets, str):
+        if sets.lower() != "dynamic":
+            raise UsageError(f'process_sets must be a list of sets, or "dynamic"; got {sets!r}.')
+        return
+    for process_set in sets or ():
+        if not isinstance(process_set, ProcessSet):
+            raise UsageTypeError(
+                f"process_sets must hold hvd.ProcessSet objects, not {process_set!r}: write "
+                "hvd.ProcessSet([0, 1])."
+            )
+        add_process_set(process_set)
 
 
 def shutdown() -> None:
@@ -68,8 +113,10 @@ def _leave_at_exit() -> None:
 
 
 def _leave(reason: str | None) -> None:
-    if _sheet is not None and is_initialized():
-        _hand_in(_sheet)
+    if is_initialized():
+        timeline.leave(current(), failing=reason is not None)
+        if _sheet is not None:
+            _hand_in(_sheet)
     groups.leave_root(reason)
 
 

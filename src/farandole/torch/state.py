@@ -14,29 +14,32 @@ from torch.optim import Optimizer
 from farandole.comm.fusion import plan as plans
 from farandole.comm.group import Group
 from farandole.core.errors import MismatchError, UsageError, UsageTypeError
-from farandole.torch.objects import broadcast_object
-from farandole.torch.session import current
+from farandole.torch.objects import broadcast_in
+from farandole.torch.options import parameters_of
+from farandole.torch.process_sets import ProcessSet, global_process_set, root_within
 
 PIECE = 64 * 1024 * 1024
 """Bytes that travel in one message, at least one tensor."""
 
 
 def broadcast_parameters(
-    params: Mapping[str, Tensor] | Sequence[Tensor | tuple[str, Tensor]], root_rank: int = 0
+    params: Mapping[str, Tensor] | Sequence[Tensor | tuple[str, Tensor]],
+    root_rank: int = 0,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Overwrite the tensors of ``params`` by those of rank ``root_rank``.
 
     ``params`` is a ``state_dict()``, a list of tensors, or a list of pairs of name and tensor.
     Names, shapes and dtypes (any) are equal on all ranks, else ``MismatchError`` says which are
     not. A generator, like ``model.named_parameters()``, raises ``UsageError``; so do values that
-    are not tensors.
+    are not tensors. ``root_rank`` is a global rank, also within ``process_set``.
 
     Example::
 
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     """
     named = _named(params)
-    group = current()
+    group = process_set.group()
     if group.size == 1:
         return
     specs = [_spec(name, tensor) for name, tensor in named]
@@ -95,12 +98,9 @@ def _spec(name: str, tensor: Tensor) -> plans.ParameterSpec:
     )
 
 
-def _broadcast(group: Group, tensors: Sequence[Tensor], root: int, name: str) -> None:
+def _broadcast(group: Group, tensors: Sequence[Tensor], root_rank: int, name: str) -> None:
     """Overwrite ``tensors``, which are alike on all ranks, a piece at a time."""
-    if not 0 <= root < group.size:
-        raise UsageError(
-            f"broadcast received invalid root rank {root}: the ranks are 0 to {group.size - 1}."
-        )
+    root = root_within(group, root_rank)
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)
@@ -126,7 +126,10 @@ class _Hole:
 
 
 def broadcast_optimizer_state(
-    optimizer: Optimizer, root_rank: int = 0, model: torch.nn.Module | None = None
+    optimizer: Optimizer,
+    root_rank: int = 0,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Give the state and the hyperparameters of rank ``root_rank``'s optimizer to all ranks.
 
@@ -134,6 +137,10 @@ def broadcast_optimizer_state(
     do not have yet, or that the root does not have; no step is taken. Tensors travel as tensors,
     other values pickled. Works with every optimizer whose ``state_dict()`` is complete, and with
     one wrapped by ``DistributedOptimizer`` as with any other. ``model`` is not used.
+    ``root_rank`` is a global rank, also within ``process_set``.
+
+    Where the root's optimizer has no state, parameters without a gradient get one of zeros, since
+    Horovod's scripts find one there.
 
     Raises ``MismatchError`` on every rank when the optimizers' classes or their numbers of
     parameters differ.
@@ -149,21 +156,26 @@ def broadcast_optimizer_state(
             "broadcast_optimizer_state takes a torch.optim.Optimizer, not "
             f"{type(optimizer).__name__}."
         )
-    group = current()
+    group = process_set.group()
     _compare(group, optimizer)
     tensors: list[Tensor] = []
     outline: Any = None
-    if group.rank == root_rank:
+    is_root = group.rank == root_within(group, root_rank)
+    if is_root:
         outline = _without_tensors(optimizer.state_dict(), tensors)
-    outline = broadcast_object(outline, root_rank, name="optimizer state")
-    if group.rank != root_rank:
+    outline = broadcast_in(group, outline, root_rank, "optimizer state")
+    if not is_root:
         tensors = [
             torch.empty(hole.shape, dtype=hole.dtype, device=hole.device)
             for hole in _holes(outline)
         ]
     _broadcast(group, tensors, root_rank, "optimizer state")
-    if group.rank != root_rank:
+    if not is_root:
         optimizer.load_state_dict(_with_tensors(outline, tensors))
+    if not outline["state"] and not isinstance(optimizer, torch.optim.SparseAdam):
+        for parameter in parameters_of(optimizer):
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 def _compare(group: Group, optimizer: Optimizer) -> None:
