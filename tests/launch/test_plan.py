@@ -10,6 +10,7 @@ import pytest
 
 from farandole.cli.run import command
 from farandole.core.errors import UsageError
+from farandole.core.topology import topology_of
 from farandole.launch import early, environment, host, plan, spec
 from farandole.launch.task import Program
 
@@ -60,6 +61,48 @@ def test_options_go_before_the_job_file_which_goes_before_defaults(folder: Path)
     assert (task.size, task.grace, task.start_timeout) == (2, 0.0, 7.0)
     assert task.environment == {"A": "1", "B": "2"}
     assert task.output_dir == "logs"
+
+
+def test_a_timeline_is_asked_for_in_the_workers_environment(folder: Path) -> None:
+    (folder / "job.yaml").write_text("command: train.py\ntimeline: a.json\n")
+    variables = plan.resolve(["job.yaml"]).environment
+    assert variables == {"FARANDOLE_TIMELINE": str(folder / "a.json")}
+    options = {"timeline_filename": "b.json", "timeline_mark_cycles": True}
+    variables = plan.resolve(["job.yaml"], **options).environment  # type: ignore[arg-type]
+    assert variables == {
+        "FARANDOLE_TIMELINE": str(folder / "b.json"),
+        "FARANDOLE_TIMELINE_MARK_CYCLES": "1",
+    }
+
+
+def test_hosts_are_dealt_the_ranks(folder: Path) -> None:
+    task = plan.resolve(["train.py"], hosts="10.255.0.1:2,localhost:1,10.255.0.2:2", ranks=4)
+    assert [(share.host, [*share.ranks]) for share in task.hosts] == [
+        ("10.255.0.1", [0, 1]), ("localhost", [2]), ("10.255.0.2", [3]),
+    ]  # fmt: skip
+    assert (task.size, task.remote_python, task.ssh) == (4, sys.executable, ("ssh",))
+    said = plan.describe(task)
+    assert "10.255.0.1   ranks 0-1" in said
+    assert "FARANDOLE_STORE=ADDRESS:PORT" in said
+    assert "LOCAL_WORLD_SIZE=2" in said
+    (folder / "job.yaml").write_text(
+        "command: train.py\nhostfile: nodes\nremote_python: /x\nssh: ssh -p 22 -i 'a b'\n"
+    )
+    (folder / "nodes").write_text("10.255.0.1 slots=3\n")
+    task = plan.resolve(["job.yaml"])
+    assert [str(share.host) for share in task.hosts] == ["10.255.0.1"]
+    assert (task.size, task.remote_python) == (3, "/x")
+    assert task.ssh == ("ssh", "-p", "22", "-i", "a b")
+    assert plan.resolve(["job.yaml"], hosts="10.255.0.2:1", ssh="other").ssh == ("other",)
+
+
+def test_hosts_that_are_all_this_machine_need_no_other() -> None:
+    task = plan.resolve(["train.py"], hosts="localhost:2,127.0.0.1:1")
+    assert (task.size, task.hosts) == (3, ())
+    with pytest.raises(UsageError, match=r"localhost and 127\.0\.0\.1 are all this machine"):
+        plan.resolve(["train.py"], hosts="localhost:2,127.0.0.1:1,10.255.0.1:1")
+    with pytest.raises(UsageError, match="by -H or by --hostfile, not both"):
+        plan.resolve(["train.py"], hosts="localhost:2", hostfile="nodes")
 
 
 def test_start_timeout_comes_from_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +175,14 @@ def test_the_guess_agrees_with_what_is_read_later(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["-np", "2", "--dry-run", "train.py"], ["--no-fork", "train.py"], ["a.yaml"], []],
+    [
+        ["-H", "a:1", "t.py"],
+        ["--help"],
+        ["-np", "2", "--dry-run", "train.py"],
+        ["--no-fork", "train.py"],
+        ["a.yaml"],
+        [],
+    ],
 )
 def test_no_guess_where_nothing_is_to_be_forked(arguments: list[str]) -> None:
     assert early.guessed_environment(arguments, {}) is None
@@ -142,7 +192,13 @@ def test_the_environment_of_ranks() -> None:
     shared = environment.shared(
         {"A": "1", "RANK": "7", "MASTER_PORT": "1"}, {"B": "2"}, local_size=4, cores=9
     )
-    assert shared == {"A": "1", "B": "2", "OMP_NUM_THREADS": "2", "PYTHONFAULTHANDLER": "1"}
+    assert shared == {
+        "A": "1",
+        "B": "2",
+        "OMP_NUM_THREADS": "2",
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONPATH": environment.NAMES,
+    }
     crowded = environment.shared({}, {}, local_size=4, cores=2)
     assert crowded["OMP_NUM_THREADS"] == "1"
     own = environment.own(1, 2, store="h:1", secret="s", start_timeout=5.0, master=("127.0.0.1", 9))
@@ -150,3 +206,10 @@ def test_the_environment_of_ranks() -> None:
     assert own["WORLD_SIZE"] == own["HOROVOD_LOCAL_SIZE"] == "2"
     assert own["FARANDOLE_CROSS_RANK"] == "0"
     assert own["MASTER_PORT"] == "9"
+
+
+def test_the_seat_of_a_rank_among_several_hosts() -> None:
+    seat = environment.seat(topology_of(3, ["a", "b", "b", "b"]))
+    assert (seat["LOCAL_RANK"], seat["LOCAL_WORLD_SIZE"]) == ("2", "3")
+    assert (seat["FARANDOLE_LOCAL_RANK"], seat["HOROVOD_LOCAL_SIZE"]) == ("2", "3")
+    assert (seat["FARANDOLE_CROSS_RANK"], seat["HOROVOD_CROSS_SIZE"]) == ("0", "1")

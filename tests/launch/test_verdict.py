@@ -42,6 +42,21 @@ def test_an_exit_code_stops_the_others_at_once() -> None:
     assert verdict.fates()["stopped"] == [0, 1]
 
 
+def test_ranks_that_are_lost_with_their_host_stop_the_others() -> None:
+    verdict = Verdict(4, 120.0)
+    verdict.on_exit(3, 0, 1.0)
+    verdict.on_lost(2, "was lost with b", 5.0)
+    assert verdict.due(5.0) == Stop()
+    verdict.on_exit(0, -15, 5.1)
+    verdict.on_exit(1, -15, 5.2)
+    assert verdict.over
+    assert verdict.cause is not None
+    assert (verdict.cause.rank, verdict.cause.reason) == (2, "was lost with b")
+    assert verdict.cause.exit_code == 1
+    assert verdict.fates()["stopped"] == [0, 1]
+    assert verdict.fates()["had finished"] == [3]
+
+
 def test_an_exception_has_time_to_be_shown() -> None:
     verdict = Verdict(2, 120.0)
     verdict.on_report(1, _report(), 5.0)

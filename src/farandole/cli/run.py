@@ -23,6 +23,27 @@ from farandole.launch import early, job, plan
     metavar="N",
     help="Number of ranks. [default: the number of GPUs, or 1 where there is none]",
 )
+@click.option(
+    "-H",
+    "--hosts",
+    metavar="HOST:N,…",
+    help="Hosts and how many ranks each takes; other machines are reached over ssh. "
+    "[default: this machine]",
+)
+@click.option(
+    "--hostfile",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="A file that names the hosts, one a line: node1 slots=4.",
+)
+@click.option(
+    "--remote-python",
+    metavar="PATH",
+    help="The Python of other hosts. [default: the path of this one]",
+)
+@click.option(
+    "--ssh", metavar="COMMAND", help='How to reach other hosts, as in "ssh -p 2222". [default: ssh]'
+)
 @click.option("-m", "module", is_flag=True, help="The program is a Python module, as in python -m.")
 @click.option(
     "--env",
@@ -50,6 +71,17 @@ from farandole.launch import early, job, plan
     help="How long workers may take to end after Ctrl-C or SIGTERM. [default: 30]",
 )
 @click.option(
+    "--timeline-filename",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Record what every rank does in FILE, which chrome://tracing and ui.perfetto.dev show.",
+)
+@click.option(
+    "--timeline-mark-cycles",
+    is_flag=True,
+    help="Also show there when each cycle of the negotiation began.",
+)
+@click.option(
     "--no-fork",
     is_flag=True,
     help="Start each worker afresh instead of forking it from a process that has torch imported.",
@@ -59,12 +91,13 @@ from farandole.launch import early, job, plan
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_obj
 def command(agent: early.Agent | None, /, program: tuple[str, ...], **options: Any) -> None:
-    """Start PROGRAM on N ranks of this machine and wait for it.
+    """Start PROGRAM on N ranks and wait for it.
 
     \b
     farandole run -np 4 train.py --epochs 3      a Python script
     farandole run -np 4 -m package.train         a module
     farandole run -np 4 -- ./train.sh            any command
+    farandole run -H a:4,b:4 train.py            ranks on two machines
     farandole run farandole.yaml                 what the job file says; options override it
 
     The exit code is 0 when every rank ends with 0, else that of the first rank that failed

@@ -14,11 +14,13 @@ a worker              its children become the agent's, which kills them at the e
 the forking parent    nothing: workers are the agent's children
 ====================  ==============================================================
 
-Messages to the agent: ``start`` (program, environments, how), ``stop`` (signal number, seconds
-until SIGKILL), ``stack`` (rank: show where it is, which ends it), ``resize`` (terminal),
-``finish``. From it: ``started`` (pids, how), ``output`` (rank, stream; an empty payload is its
-end), ``report`` (an uncaught exception), ``exited`` (rank, code, negative for a signal),
-``unstarted`` (rank, why), ``gone`` (nothing is left).
+Messages to the agent: ``prepare`` (in a job of several hosts: stdin, whether the first worker is to
+have ours; environment, if torch is to be imported for what will start), ``start`` (program,
+environments, how), ``stop`` (signal number, seconds until SIGKILL), ``stack`` (rank: show where it
+is, which ends it), ``resize`` (terminal), ``hold`` (on: read no output meanwhile), ``finish``. From
+it: ``started`` (pids, how), ``output`` (rank, stream; an empty payload is its end), ``report`` (an
+uncaught exception), ``exited`` (rank, code, negative for a signal), ``unstarted`` (rank, why),
+``gone`` (nothing is left).
 """
 
 from __future__ import annotations
@@ -90,6 +92,8 @@ class Agent:
         self._terminal: int | None = None
         self._terminal_end = -1
         self._paused = False
+        self._held = False
+        """Whether the job loop has more output than it can show."""
         self._finished = False
 
     def run(self) -> None:
@@ -131,7 +135,7 @@ class Agent:
             self._kill_everything()
 
     def _pause_or_resume(self) -> None:
-        full = self._channel.unsent > _UNSENT_LIMIT
+        full = self._held or self._channel.unsent > _UNSENT_LIMIT
         if full == self._paused:
             return
         self._paused = full
@@ -147,13 +151,24 @@ class Agent:
         self._channel.flush()
         for message in self._channel.receive():
             handler = {
+                "prepare": self._prepare,
                 "start": self._start,
                 "stop": self._stop,
                 "stack": self._show_stack,
                 "resize": self._resize,
+                "hold": self._hold,
                 "finish": self._finish,
             }[message.kind]
             handler(message)
+
+    def _prepare(self, message: Message) -> None:
+        if not message.fields["stdin"]:
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(nothing, 0)
+            os.close(nothing)
+        if message.fields["environment"] is not None:
+            self._parent = early.start_forking_parent(message.fields["environment"])
+            self._watch_parent(self._parent)
 
     def _start(self, message: Message) -> None:
         self._task = message.fields
@@ -206,6 +221,9 @@ class Agent:
             _set_size(self._terminal, message.fields)
             # The kernel tells those whose controlling terminal it is, and it is nobody's.
             self._send_signal(self._workers[0], signal.SIGWINCH)
+
+    def _hold(self, message: Message) -> None:
+        self._held = message.fields["on"]
 
     def _finish(self, _message: Message) -> None:
         self._finished = True

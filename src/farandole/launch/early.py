@@ -18,10 +18,16 @@ from collections.abc import Mapping, Sequence
 
 from farandole.launch import environment, host
 
-VALUED = frozenset(["-np", "-n", "--env", "--output-dir", "--start-timeout", "--grace"])
+HOSTS = frozenset(["-H", "--hosts", "--hostfile"])
+
+VALUED = HOSTS | {
+    "-np", "-n", "--env", "--output-dir", "--start-timeout", "--grace", "--remote-python", "--ssh",
+    "--timeline-filename",
+}  # fmt: skip
 """The options of ``farandole run`` that take a value: what follows them is no program."""
 
-WITHOUT_FORK = frozenset(["--no-fork", "--dry-run", "--help", "-h"])
+WITHOUT_GUESS = HOSTS | {"--no-fork", "--dry-run", "--help", "-h"}
+"""Options with which nothing is forked here, or only after other hosts were asked."""
 
 
 class Agent:
@@ -85,7 +91,7 @@ def guessed_environment(
     position = 0
     while position < len(arguments) and arguments[position].startswith("-"):
         name, equals, value = arguments[position].partition("=")
-        if name in WITHOUT_FORK:
+        if name in WITHOUT_GUESS:
             return None
         if name in ("-m", "--"):
             break

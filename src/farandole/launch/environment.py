@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # it is imported before anything else is
+    from farandole.core.topology import Topology
+
+NAMES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "horovod", "path")
+"""The folder in which Python finds a package ``horovod`` that is Farandole's."""
 
 _PLACES = ("FARANDOLE", "HOROVOD")
 _OF_AN_OUTER_LAUNCHER = ("TORCHELASTIC_RUN_ID", "GROUP_RANK", "ROLE_RANK")
@@ -27,7 +35,28 @@ def shared(
     variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // local_size)))
     variables.setdefault("PYTHONFAULTHANDLER", "1")
     variables.update(given)
-    return variables
+    return with_names(variables)
+
+
+def with_names(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which ``import horovod`` finds Farandole, behind the user's own paths."""
+    own = environ.get("PYTHONPATH", "")
+    if NAMES in own.split(os.pathsep):
+        return dict(environ)
+    return {**environ, "PYTHONPATH": f"{own}{os.pathsep}{NAMES}" if own else NAMES}
+
+
+def seat(topology: Topology) -> dict[str, str]:
+    """Where a rank sits among ranks on several hosts; completes :func:`own`."""
+    place = {
+        "LOCAL_RANK": topology.local_rank, "LOCAL_SIZE": topology.local_size,
+        "CROSS_RANK": topology.cross_rank, "CROSS_SIZE": topology.cross_size,
+    }  # fmt: skip
+    variables = {f"{prefix}_{name}": str(n) for prefix in _PLACES for name, n in place.items()}
+    return variables | {
+        "LOCAL_RANK": str(topology.local_rank),
+        "LOCAL_WORLD_SIZE": str(topology.local_size),
+    }
 
 
 def own(

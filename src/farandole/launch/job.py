@@ -7,6 +7,7 @@ store's server has a thread of its own.
 =====================  =======================================================================
 what happens           what follows
 =====================  =======================================================================
+a host is gone         as for the failure of its ranks (:mod:`farandole.launch.fleet`)
 a rank fails           SIGTERM to the others, SIGKILL after :data:`RESPITE`; exit code of the rank
 Ctrl-C, SIGTERM        passed on; SIGKILL after ``grace``; exit code 130 or 143
 a second signal, or    SIGKILL now
@@ -28,7 +29,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from farandole.core.config import environment as current_environment
 from farandole.core.errors import FarandoleBug, UsageError, describe_ranks
@@ -40,6 +41,9 @@ from farandole.launch.screen import STREAMS, Screen, Surface
 from farandole.launch.sink import Sink
 from farandole.launch.task import Task
 from farandole.launch.verdict import ShowStack, Stop, Verdict
+
+if TYPE_CHECKING:
+    from farandole.launch.fleet import Fleet
 
 RESPITE = 2.0
 """Seconds that the other ranks get after a failure."""
@@ -54,9 +58,13 @@ _ENDING = frozenset([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 """The signals by which users end a job."""
 
 
-def run(task: Task, agent: early.Agent) -> int:
-    """Run the task to its end and return the exit code of the launcher."""
-    job = Job(task, agent)
+def run(task: Task, agent: early.Agent, store: LocalStore | None = None) -> int:
+    """Run the task to its end and return the exit code of the launcher.
+
+    ``store`` is lent to the ranks (``None``: a new one): it holds what they are to find and, in
+    the end, what they have left.
+    """
+    job = Job(task, agent, LocalStore() if store is None else store)
     try:
         return job.run()
     finally:
@@ -66,10 +74,9 @@ def run(task: Task, agent: early.Agent) -> int:
 class Job:
     """One run. See the module."""
 
-    def __init__(self, task: Task, agent: early.Agent) -> None:
+    def __init__(self, task: Task, agent: early.Agent, store: LocalStore) -> None:
         self._task = task
         self._agent = agent
-        self._channel = Channel(agent.socket)
         self._verdict = Verdict(task.size, task.start_timeout)
         self._arrived: deque[int] = deque()
         """Ranks that have called ``init()``, told by the store's thread."""
@@ -82,8 +89,9 @@ class Job:
         self._gone = False
         self._memory_kills = host.out_of_memory_kills()
         self._secret = Secret.new()
-        self._store = LocalStore()
-        self._server = StoreServer(self._secret, store=self._store)
+        self._store = store
+        self._channel, reachable_at = _reach(task, agent)
+        self._server = StoreServer(self._secret, reachable_at, store=self._store)
         self._master = socket.socket()
         self._wake_read, self._wake_write = os.pipe()
 
@@ -220,7 +228,7 @@ class Job:
         for sink in self._sinks.values():
             self._wait_for(sink, selectors.EVENT_WRITE if sink.pending else 0)
 
-    def _wait_for(self, what: Channel | Sink, events: int) -> None:
+    def _wait_for(self, what: Channel | Fleet | Sink, events: int) -> None:
         known = what in self._selector.get_map()
         if known and not events:
             self._selector.unregister(what)
@@ -298,6 +306,8 @@ class Job:
             self._verdict.on_report(rank, fields, self._now())
         elif message.kind == "unstarted":
             self._verdict.on_unstarted(rank, fields["why"], self._now())
+        elif message.kind == "lost":
+            self._verdict.on_lost(rank, fields["why"], self._now())
         elif message.kind == "started":
             self._on_started(fields)
         elif message.kind == "gone":
@@ -381,6 +391,16 @@ class Job:
             self._say(f"farandole: ended by {name}{how}.")
         self._flush()
         return 128 + number
+
+
+def _reach(task: Task, agent: early.Agent) -> tuple[Channel | Fleet, str]:
+    """How to talk to the task's agents, and an address of this machine that their ranks reach."""
+    if not task.hosts:
+        return Channel(agent.socket), "127.0.0.1"
+    from farandole.launch.fleet import Fleet
+
+    fleet = Fleet(task, agent)
+    return fleet, fleet.listen
 
 
 def _surface() -> Surface:

@@ -8,10 +8,13 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from farandole.core import route, topology
 from farandole.core.config import Settings
 from farandole.core.config import environment as current_environment
-from farandole.core.errors import UsageError
+from farandole.core.errors import UsageError, describe_ranks
 from farandole.launch import environment, host
+from farandole.launch import hosts as host_list
+from farandole.launch.hosts import Share
 from farandole.launch.task import GRACE, Program, Task
 
 _JOB_FILES = (".yaml", ".yml")
@@ -24,8 +27,14 @@ def resolve(
     module: bool = False,
     env: Sequence[str] = (),
     output_dir: str | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    remote_python: str | None = None,
+    ssh: str | None = None,
     start_timeout: float | None = None,
     grace: float | None = None,
+    timeline_filename: str | None = None,
+    timeline_mark_cycles: bool = False,
     no_fork: bool = False,
     dry_run: bool = False,
     verbose: bool = False,
@@ -45,10 +54,24 @@ def resolve(
         variables = {**spec.env, **variables}
     else:
         what = Program(form="module", argv=tuple(program)) if module else recognise(program)
+    timeline = timeline_filename or (spec.timeline if spec else None)
+    if timeline:
+        variables["FARANDOLE_TIMELINE"] = os.path.abspath(timeline)
+    if timeline_mark_cycles or (spec and spec.timeline_mark_cycles):
+        variables["FARANDOLE_TIMELINE_MARK_CYCLES"] = "1"
     settings = Settings.from_environment({**current_environment(), **variables})
+    ranks = ranks or (spec.ranks if spec else None)
+    if spec and not (hosts or hostfile):
+        hosts, hostfile = spec.hosts, spec.hostfile
+    shares = _deal(hosts, hostfile, ranks)
     return Task(
         program=what,
-        size=ranks or (spec and spec.ranks) or host.visible_gpus(current_environment()) or 1,
+        size=(shares[-1].ranks.stop if shares else ranks)
+        or host.visible_gpus(current_environment())
+        or 1,
+        hosts=() if all(route.is_own(share.host) for share in shares) else shares,
+        remote_python=remote_python or (spec and spec.remote_python) or sys.executable,
+        ssh=tuple(shlex.split(ssh or (spec.ssh if spec else "ssh"))),
         environment=variables,
         fork=not no_fork and (spec is None or spec.fork) and what.form != "command",
         output_dir=output_dir or (spec.output_dir if spec else None),
@@ -58,6 +81,20 @@ def resolve(
         grace=_first(grace, spec.grace if spec else None, GRACE),
         verbose=verbose,
     )
+
+
+def _deal(text: str | None, path: str | None, size: int | None) -> tuple[Share, ...]:
+    """Which host runs which ranks; nothing when no hosts are named."""
+    if not text and not path:
+        return ()
+    if text and path:
+        raise UsageError("Name hosts by -H or by --hostfile, not both.")
+    found = host_list.parse(text) if text else host_list.read_file(str(path))
+    shares = host_list.assign(found, size)
+    here = [share.host for share in shares if route.is_own(share.host)]
+    if 1 < len(here) < len(shares):
+        raise UsageError(f"{' and '.join(here)} are all this machine: name it once.")
+    return shares
 
 
 def recognise(words: Sequence[str]) -> Program:
@@ -95,6 +132,7 @@ def describe(task: Task) -> str:
     lines = [
         f"program        {shlex.join(_shown(task.program))}",
         f"ranks          {task.size}",
+        *(f"  {share.host:13}{describe_ranks(share.ranks)}" for share in task.hosts),
         f"started by     {'fork, where possible' if task.fork else 'exec'}",
         f"start timeout  {task.start_timeout:g} s",
         f"grace          {task.grace:g} s",
@@ -104,10 +142,14 @@ def describe(task: Task) -> str:
     changed = {name: text for name, text in shared.items() if before.get(name) != text}
     lines += [f"  {name}={shlex.quote(text)}" for name, text in sorted(changed.items())]
     lines.append("environment of rank 0:")
+    address = "ADDRESS" if task.hosts else "127.0.0.1"
     own = environment.own(
-        0, task.size, store="127.0.0.1:PORT", secret="hidden",
-        start_timeout=task.start_timeout, master=("127.0.0.1", 0),
+        0, task.size, store=f"{address}:PORT", secret="hidden",
+        start_timeout=task.start_timeout, master=(address, 0),
     )  # fmt: skip
+    if task.hosts:
+        sits_on = [share.host for share in task.hosts for _ in share.ranks]
+        own |= environment.seat(topology.topology_of(0, sits_on))
     lines += [f"  {name}={text}" for name, text in own.items() if name != "MASTER_PORT"]
     lines.append("  MASTER_PORT=a free port")
     return "\n".join(lines)

@@ -25,6 +25,14 @@ class JobSpec(BaseModel):
     """What to run: a line (quotes count, nothing is expanded), or a list of words."""
     ranks: Annotated[int | None, Field(ge=1)] = None
     """Number of ranks. Default: the number of GPUs, or 1 where there is none."""
+    hosts: Annotated[str | None, Field(min_length=1)] = None
+    """Hosts and how many ranks each takes: ``node1:4,node2:4``. Default: this machine."""
+    hostfile: str | None = None
+    """A file that names the hosts, instead of ``hosts``."""
+    remote_python: str | None = None
+    """The Python of other hosts. Default: the path of the one that runs the launcher."""
+    ssh: str = "ssh"
+    """The command that reaches other hosts, a line; for example ``ssh -p 2222``."""
     env: dict[str, str] = Field(default_factory=dict)
     """Variables for the workers' environment. Values are text: quote numbers."""
     output_dir: str | None = None
@@ -33,6 +41,10 @@ class JobSpec(BaseModel):
     """Seconds that the first rank in ``init()`` waits for the others. Default: 120."""
     grace: Annotated[float | None, Field(ge=0, strict=False)] = None
     """Seconds that workers may take to end after Ctrl-C or SIGTERM. Default: 30."""
+    timeline: Annotated[str | None, Field(min_length=1)] = None
+    """File in which every rank's doings are recorded. Default: none."""
+    timeline_mark_cycles: bool = False
+    """Whether that file shows the cycles of the negotiation."""
     fork: bool = True
     """Whether workers may be forked from a process that has torch imported."""
 

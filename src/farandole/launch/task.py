@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from farandole.launch.hosts import Share
 
 GRACE = 30.0
 """Seconds that workers get to end after the user's signal, unless the user says otherwise."""
@@ -25,7 +28,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A job on this host."""
+    """A job."""
 
     program: Program
     size: int
@@ -36,6 +39,12 @@ class Task:
     """Whether workers may be forked from a process that has torch imported."""
     output_dir: str | None = None
     """Folder for one file a rank with all that it wrote; ``None``: no files."""
+    hosts: tuple[Share, ...] = ()
+    """Which host runs which ranks, where not all are of this one."""
+    remote_python: str = sys.executable
+    """The Python of the other hosts: a path there, or a name on the PATH that a login has there."""
+    ssh: tuple[str, ...] = ("ssh",)
+    """The ssh to use, with its options."""
     start_timeout: float = 120.0
     """Seconds from the first rank's ``init()`` until every rank must have called it."""
     grace: float = GRACE

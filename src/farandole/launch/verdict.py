@@ -13,6 +13,7 @@ the failed rank was       the others are stopped after :data:`CAUSE`, so that th
 only a victim             may be about to end by itself, can show
 a rank ends with 0        nothing; but if others are, or later come, in ``init()`` and it never
                           was there, it has failed
+a rank's host is gone     it has failed; the others are stopped at once
 start timeout             a rank that is missing shows its stack, which ends it: it has failed
 ========================  ====================================================================
 """
@@ -124,6 +125,13 @@ class Verdict:
         """A rank's process could not be started."""
         reason = f"could not be started: {why}"
         self._fail(Failure(rank=number, at=now, code=127, reason=reason))
+
+    def on_lost(self, number: int, why: str, now: float) -> None:
+        """A rank's host is gone, and the rank with it."""
+        rank = self.ranks[number]
+        rank.code = 1
+        rank.stopped = self._stopping
+        self._fail(Failure(rank=number, at=now, code=1, reason=why))
 
     def on_exit(self, number: int, code: int, now: float) -> None:
         """A rank's process has ended; its output came before."""
