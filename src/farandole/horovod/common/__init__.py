@@ -1,0 +1,1 @@
+"""What Horovod's fronts have in common, under its names."""

@@ -1,0 +1,7 @@
+"""Process sets under Horovod's name."""
+
+from __future__ import annotations
+
+from farandole.torch import ProcessSet, add_process_set, global_process_set, remove_process_set
+
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]

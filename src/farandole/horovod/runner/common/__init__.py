@@ -1,0 +1,1 @@
+"""What Horovod's launchers have in common, under its names."""

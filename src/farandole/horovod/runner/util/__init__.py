@@ -1,0 +1,1 @@
+"""Helpers of Horovod's launchers that tests import."""
