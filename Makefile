@@ -20,7 +20,7 @@ help:
 	@echo 'make test-all  all tests'
 	@echo 'make check     lint, formatting, types, layers'
 	@echo 'make format    put the code into the form that check asks for'
-	@echo 'make bench     the benchmarks: start of a job, train step'
+	@echo 'make bench     the benchmarks: start of a job, train step, agreement on names'
 	@echo 'make clean     remove the virtual environment and the caches'
 
 $(READY): pyproject.toml
@@ -56,6 +56,7 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python bench/launch.py
 	$(BIN)/python bench/step.py
+	$(BIN)/python bench/negotiation.py
 	$(BIN)/python bench/gpu_checks.py
 
 clean:
