@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from farandole.launch.output import LONGEST_LINE, Folder, Line, Splitter
@@ -13,7 +13,12 @@ PIPE = Surface({"stdout": False, "stderr": False}, colour=False, columns=80)
 TERMINAL = Surface({"stdout": True, "stderr": True}, colour=False, columns=40)
 
 
-@given(st.lists(st.binary(max_size=20), max_size=20))
+PIECES = st.one_of(st.binary(max_size=20), st.sampled_from([b"\r", b"\n", b"a\r", b"\rb"]))
+
+
+@given(st.lists(PIECES, max_size=20))
+@example([b"a\r\r"])
+@example([b"a\r", b"\r"])
 def test_a_splitter_loses_nothing(chunks: list[bytes]) -> None:
     splitter = Splitter()
     lines = [line for chunk in chunks for line in splitter.feed(chunk)]

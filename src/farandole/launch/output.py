@@ -51,10 +51,12 @@ class Splitter:
         lines = [_visible(line) for line in complete]
         if complete:
             self._overwritten = False
-        cut = rest.rfind(b"\r", 0, -1)
+        shown = rest.rstrip(b"\r")
+        cut = shown.rfind(b"\r")
         if cut >= 0:
-            rest = rest[cut + 1 :]
             self._overwritten = True
+        # Returns at the end overwrite nothing yet; one of them is enough to remember that.
+        rest = shown[cut + 1 :] + (b"\r" if len(shown) < len(rest) else b"")
         while len(rest) > LONGEST_LINE:
             lines.append(rest[:LONGEST_LINE])
             rest = rest[LONGEST_LINE:]
