@@ -146,7 +146,7 @@ class SparseLook:
 
     def dress(self, parameter: Tensor, result: Tensor) -> Tensor:
         """``result`` as the gradient of ``parameter`` should look."""
-        dims = self._dims.get(parameter)
+        dims = self._dims.get(parameter) if self._dims else None  # a model has none, as a rule
         if dims is None:
             return result
         rows = self._results[parameter] = result.to_sparse(dims)
