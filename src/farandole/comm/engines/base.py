@@ -31,13 +31,16 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from farandole.core.clock import Deadline
 from farandole.core.errors import FarandoleError
 from farandole.core.store import Store
+
+if TYPE_CHECKING:
+    from farandole.comm.codec import Exchange
 
 REDUCIBLE: frozenset[torch.dtype] = frozenset(
     {
@@ -82,6 +85,11 @@ class Seat:
     """The local address that the other ranks can reach; ``127.0.0.1`` when all share a host."""
     deadline: Deadline
     """By when opening must succeed."""
+    reduce_by_stages: bool | None = None
+    """For who chooses among engines: whether reductions between hosts go in stages inside and
+    across them; ``None``: if it pays."""
+    move_by_stages: bool | None = None
+    """The same for allgathers and broadcasts."""
 
 
 class Work(ABC):
@@ -149,6 +157,22 @@ class Engine(ABC):
     @abstractmethod
     def barrier(self) -> Work:
         """Done when every rank has called it."""
+
+    def buffer(self, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor of zeros that this engine moves without a copy, where it can.
+
+        Verbs take any tensor; this one, or a contiguous part of it, they may move in place. It
+        stays valid for as long as it lives, also after :meth:`close`. Each rank asks for as many
+        as it likes.
+        """
+        return torch.zeros(length, dtype=dtype, device=self.seat.device)
+
+    def sum_encoded(self, buffer: torch.Tensor, exchange: Exchange) -> Work:
+        """Replace ``buffer`` (floating-point) by the sum, as ``exchange`` sends and knows it.
+
+        Waited for in the same order on all ranks: its later operations begin in that.
+        """
+        return exchange.sum(buffer, self)
 
     @abstractmethod
     def abort(self, error: FarandoleError) -> None:
