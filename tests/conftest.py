@@ -18,6 +18,14 @@ settings.register_profile("judge", settings.get_profile("steady"), derandomize=T
 settings.load_profile("judge" if os.environ.get("CI") else "steady")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests measure and keep is none of the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def secret() -> Secret:
     return Secret.new()

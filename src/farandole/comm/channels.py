@@ -25,7 +25,7 @@ class Channels:
     """The engines of one rank in one group. Any thread may call anything.
 
     ``key`` is the group's, ``store`` what its ranks share, ``address`` the local address that
-    ranks on other hosts can reach, ``engine`` the name of the engine.
+    ranks on other hosts can reach, ``engine`` the name of the engine, or ``auto``.
     """
 
     def __init__(
@@ -87,18 +87,19 @@ class Channels:
     def _open(self, path: str, device: torch.device) -> Engine:
         place = self._topology
         one_host = len(set(place.hosts)) == 1
-        engine = registry.opener(self.engine)(
-            Seat(
-                rank=place.rank,
-                size=place.size,
-                channel=f"{self._control.generation}/{self._key}/{path}/{device.type}",
-                store=_AlertStore(self.store, self._control),
-                device=device,
-                hosts=place.hosts,
-                address=LOOPBACK if one_host else self.address,
-                deadline=Deadline.after(self._settings.start_timeout),
-            )
+        seat = Seat(
+            rank=place.rank,
+            size=place.size,
+            channel=f"{self._control.generation}/{self._key}/{path}/{device.type}",
+            store=_AlertStore(self.store, self._control),
+            device=device,
+            hosts=place.hosts,
+            address=LOOPBACK if one_host else self.address,
+            deadline=Deadline.after(self._settings.start_timeout),
+            reduce_by_stages=self._settings.hierarchical_allreduce,
+            move_by_stages=self._settings.hierarchical_allgather,
         )
+        engine = registry.opener(self.engine)(seat)
         with self._lock:
             self._engines[path, device.type] = engine
             closed_with = self._closed_with

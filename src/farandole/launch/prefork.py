@@ -49,9 +49,8 @@ AGENT = 0
 
 _SOON_NEEDED = (
     "farandole.torch",
-    "farandole.comm.engines.c10d_open",
-    "farandole.comm.engines.gloo",
-    "farandole.comm.engines.staged",
+    "farandole.comm.engines.choice",
+    "farandole.comm.engines.shm.opening",
     "encodings.ascii",
     "encodings.idna",
 )

@@ -16,6 +16,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from farandole.comm.engines import figures
+from farandole.comm.engines.figures import Figures
+from farandole.core.config import Settings
 from farandole.launch import host, nvml
 
 GIB = 1 << 30
@@ -25,6 +28,8 @@ _TORCH_LIMIT = 120.0
 _ASK_TORCH = """
 import json, torch, torch.distributed as dist
 there = dist.is_available()
+if there:
+    from farandole.comm.engines.one_host import why_not_shared
 print(json.dumps({
     "version": torch.__version__,
     "cuda": torch.version.cuda,
@@ -34,8 +39,12 @@ print(json.dumps({
     "nccl": there and dist.is_nccl_available(),
     "nccl version": list(torch.cuda.nccl.version()) if there and dist.is_nccl_available() else [],
     "mpi": there and dist.is_mpi_available(),
+    "no shared memory": why_not_shared() if there else "this torch has no torch.distributed",
 }))
 """
+
+_SHOWN = 3
+"""So many of the latest measurements are shown."""
 
 _LOADERS_NEED = GIB
 _FILES_NEED = 4096
@@ -61,11 +70,18 @@ class Survey:
     host_name: str
     host_address: str
     """What the host's name resolves to; empty when it does not."""
+    engine: str = "auto"
+    """The setting of that name, in this process's environment."""
+    hierarchical_allreduce: bool | None = None
+    """The setting of that name."""
+    measured: tuple[Figures, ...] = ()
+    """What jobs whose rank 0 ran here have found about their networks, latest last."""
 
 
 def take() -> Survey:
     """Look at this machine. torch is imported by another process."""
     torch, error = _ask_torch()
+    settings = Settings.from_environment()
     name = socket.gethostname()
     address = ""
     with contextlib.suppress(OSError):
@@ -84,6 +100,9 @@ def take() -> Survey:
         interfaces=tuple(each for _, each in socket.if_nameindex()),
         host_name=name,
         host_address=address,
+        engine=settings.engine,
+        hierarchical_allreduce=settings.hierarchical_allreduce,
+        measured=tuple(figures.load().values()),
     )
 
 
@@ -101,6 +120,7 @@ def lines(survey: Survey) -> list[str]:
     )  # fmt: skip
     address = survey.host_address or "no address"
     rows.append(("network", f"{', '.join(survey.interfaces)}; {survey.host_name} is {address}"))
+    rows += _engine_rows(survey)
     return [f"{label:10}{text}" for label, text in rows]
 
 
@@ -173,6 +193,39 @@ def _gpu_rows(found: nvml.Inventory | None) -> list[tuple[str, str]]:
         everywhere = len(kinds) == 1 and len(found.gpus) > 2
         rows.append(("  link", f"{'all pairs' if everywhere else ', '.join(pairs)}: {link}"))
     return rows
+
+
+def _engine_rows(survey: Survey) -> list[tuple[str, str]]:
+    """What would move the tensors of a job here, and why."""
+    if survey.torch is None:
+        return []
+    if survey.engine != "auto":
+        return [("engine", f"{survey.engine}, since FARANDOLE_ENGINE says so")]
+    problem = survey.torch["no shared memory"]
+    gpus = "NCCL" if survey.torch["nccl"] else "Gloo, through host memory"
+    local = f"torch (Gloo), since shm is not possible: {problem}" if problem else "shm"
+    rows = [("engine", f"ranks on this host: {local}" + f"; on GPUs: {gpus}" * bool(survey.gpus))]
+    wish = survey.hierarchical_allreduce
+    if wish is not None:
+        word = "hierarchical" if wish else "torch"
+        rows.append(("", f"several hosts: {word}, since hierarchical_allreduce={int(wish)} is set"))
+        return rows
+    rows.append(("", "several hosts: torch where each has one rank, else as measured at first use"))
+    return rows + [("", f"  {_figures_line(each)}") for each in survey.measured[-_SHOWN:]]
+
+
+def _figures_line(measured: Figures) -> str:
+    size, stages, flat = measured.sizes[-1], measured.stages[-1], measured.flat[-1]
+    begin = measured.pays_from
+    choice = "torch" if begin is None else f"hierarchical from {_bytes(begin)}"
+    return (
+        f"{measured.layout}: {choice} (an allreduce of {_bytes(size)} took {1e3 * stages:.1f} ms "
+        f"by stages, {1e3 * flat:.1f} ms flat)"
+    )
+
+
+def _bytes(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
 
 
 def _ask_torch() -> tuple[dict[str, Any] | None, str]:

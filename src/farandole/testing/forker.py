@@ -40,7 +40,7 @@ class Helper:
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        known = ("farandole.torch", "farandole.comm.engines.gloo", "pytest")
+        known = ("farandole.torch", "farandole.comm.engines.choice", "pytest")
         modules = [name for name in known if _wanted(name)]
         command = [sys.executable, "-m", "farandole.testing.forkserver", str(theirs.fileno())]
         single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

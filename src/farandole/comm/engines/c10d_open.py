@@ -29,13 +29,13 @@ def open_torch(seat: Seat) -> Engine:
             f"The engine 'torch' carries CPU and CUDA tensors, not {seat.device.type!r} tensors. "
             "Move them to the CPU first."
         )
-    if dist.is_nccl_available() and not _share_a_gpu(seat):
+    if dist.is_nccl_available() and not share_a_gpu(seat):
         return open_nccl(seat)
     inner = open_gloo(dataclasses.replace(seat, device=torch.device("cpu")))
     return StagedEngine(seat, inner, CudaLane(seat.device))
 
 
-def _share_a_gpu(seat: Seat) -> bool:
+def share_a_gpu(seat: Seat) -> bool:
     """Whether two ranks of the channel sit on one GPU: every rank tells the others which is its."""
     prefix = f"engine/torch/{seat.channel}/gpu/"
     uuid = torch.cuda.get_device_properties(seat.device).uuid

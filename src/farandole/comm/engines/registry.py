@@ -10,6 +10,9 @@ from farandole.comm.engines.base import Opener
 from farandole.core.errors import SetupError, UsageError
 
 _OPENERS = {
+    "auto": "farandole.comm.engines.choice:open_chosen",
+    "hierarchical": "farandole.comm.engines.hierarchical.opening:open_hierarchical",
+    "shm": "farandole.comm.engines.shm.opening:open_shm",
     "threads": "farandole.comm.engines.threads:open_threads",
     "torch": "farandole.comm.engines.c10d_open:open_torch",
 }
@@ -21,7 +24,7 @@ def names() -> tuple[str, ...]:
 
 
 def opener(name: str) -> Opener:
-    """How to open a channel with the engine called ``name``.
+    """How to open a channel with the engine called ``name``; ``auto`` chooses one.
 
     Raises ``UsageError`` when there is no such engine, and ``SetupError`` when there is but this
     torch cannot serve it.
