@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 
 import pytest
@@ -107,19 +108,22 @@ def test_process_sets_get_zeros_too():
 def test_joining_twice_at_a_time_is_refused():
     def check(group: Group) -> None:
         if group.rank == 0:
-            last: list[int] = []
-            thread = threading.Thread(target=lambda: last.append(group.join()))
-            thread.start()
-            pause = threading.Event()
-            while not last:
+            ended: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+
+            def join() -> None:
                 try:
-                    group.join()
+                    ended.put(group.join())
                 except UsageError:
-                    break
-                pause.wait(0.01)
+                    ended.put(None)
+
+            threads = [threading.Thread(target=join) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            assert ended.get(timeout=30) is None
             group.control.allgather("go", b"", [0, 1])
-            thread.join()
-            assert last == [1]
+            assert ended.get(timeout=30) == 1
+            for thread in threads:
+                thread.join()
         else:
             group.control.allgather("go", b"", [0, 1])
             assert group.join() == 1

@@ -28,7 +28,7 @@ from farandole.comm.collectives.verbs import Verbs
 from farandole.comm.control.channel import Control
 from farandole.comm.control.position import Position
 from farandole.comm.engines.base import Engine, Work
-from farandole.comm.fusion.absence import Absence, PlanBook
+from farandole.comm.fusion.absence import Absences, Answer, PlanBook, no_answer
 from farandole.comm.handle import PATH, Handle, Line
 from farandole.comm.meeting import Meeting
 from farandole.comm.order.negotiator import Negotiator
@@ -80,7 +80,7 @@ class Group(Verbs):
     ) -> None:
         self.number = number
         """Of the process set that it is: 0 for the root, -1 for one that :meth:`split` made."""
-        self.plans = PlanBook()
+        self.plans = PlanBook(key, members)
         """What the ranks have agreed on for the planned path."""
         self.key = key
         """The same text on all members, and no other group's in this generation."""
@@ -150,12 +150,14 @@ class Group(Verbs):
         """
         with self._lock:
             self._require_open()
-            number = self._agreements.get(topic, 0)
+            name, number = self.next_agreement(topic), self._agreements.get(topic, 0)
             self._agreements[topic] = number + 1
         position = Position("agreement", self.key, number, what, members=self.members)
-        return self.control.allgather(
-            f"agree/{self.key}/{topic}/{number}", payload, self.members, position=position
-        )
+        return self.control.allgather(name, payload, self.members, position=position)
+
+    def next_agreement(self, topic: str) -> str:
+        """What the next agreement on ``topic`` is called on the control channel."""
+        return f"agree/{self.key}/{topic}/{self._agreements.get(topic, 0)}"
 
     def wait(self, work: Work, position: Position) -> None:
         """Block until ``work`` is done, under the watch; raises what it failed with."""
@@ -261,32 +263,28 @@ class Group(Verbs):
             raise UsageError("Process sets are made and asked for at the root group.")
         return self._sets
 
-    def join(self, device: torch.device | None = None) -> int:
+    def join(self, device: torch.device | None = None, answer: Answer = no_answer) -> int:
         """Wait for all other ranks to join; the rank that did so last.
 
         Until then this rank takes part, with zeros, in every allreduce of the others and in the
         passes of their optimizers. Averages still divide by the number of all ranks, unless
         ``settings.join_average`` says otherwise. Other collectives that need this rank are a
-        ``MismatchError`` on those who call them; so is, on all ranks, a plan that an optimizer of
-        the others begins with when this rank has never stepped with it. ``device`` is where zeros
-        on CUDA are made; by default the current device.
+        ``MismatchError`` on those who call them. ``device`` is where zeros on CUDA are made; by
+        default the current device. ``answer`` agrees for this rank on what the others gather for
+        under a topic, when that begins a plan, which it returns.
 
         Only for the root group. Unnamed collectives are counted anew after it.
         """
         self._root_sets()
-        absences: list[Absence] = []
+        absences = Absences(self.control, answer)
 
         def begin() -> None:
-            absences.extend(
-                Absence(self.control, group.key, group.members, log)
-                for group in self._family()
-                if group.size > 1
-                for log in group.plans.logs()
-            )
+            for group in self._family():
+                for log in group.plans.logs():
+                    absences.begin(log)
 
-        last = self._negotiator.join(device, begin)
-        for absence in absences:
-            absence.wait()
+        last = self._negotiator.join(device, begin, absences.on_missed)
+        absences.wait()
         return last
 
     def _family(self) -> list[Group]:
@@ -407,7 +405,7 @@ def form_root(settings: Settings) -> GroupRef:
             deadline = Deadline.after(settings.start_timeout)
             assigned = topology.assigned.get()
             if assigned is None:
-                placement, engine = topology.find_placement(config.environment()), "torch"
+                placement, engine = topology.find_placement(config.environment()), "auto"
             else:
                 placement, engine = assigned.placement, assigned.engine
             if settings.engine != "auto":
@@ -416,17 +414,18 @@ def form_root(settings: Settings) -> GroupRef:
                 ref.meeting = Meeting(assigned.store, assigned.secret)
             if ref.meeting is None:
                 ref.meeting = meeting.meet(settings, placement, deadline)
-            ref.replace(_form(ref.meeting, placement, settings, engine, deadline))
+            ref.replace(form(ref.meeting, placement, settings, engine, deadline))
     return ref
 
 
-def _form(
+def form(
     place: Meeting,
     placement: topology.Placement,
     settings: Settings,
     engine: str,
     deadline: Deadline,
 ) -> Group:
+    """The next root group of all who meet at ``place``; what :func:`form_root` raises."""
     rank, generation = placement.rank, place.next_generation()
     place.store.set(f"init/{rank}", b"%d" % generation)
     control = Control.form(

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from farandole.comm.collectives.request import Flight, Request, Share
+from farandole.comm.collectives.request import Flight, Request
 from farandole.comm.control.channel import Control
 from farandole.comm.control.position import Position
 from farandole.comm.control.watch import GatherKey
@@ -57,6 +57,8 @@ class Line:
     """The group's best account of a failure that a transport reported."""
     flush: Callable[[], None]
     """Sends off what was submitted; whoever waits need not wait for the negotiator's thread."""
+    opened: set[str] = field(default_factory=set)
+    """Types of devices whose engine has begun something: it does not block to begin more."""
     moving: set[Handle[Any]] = field(default_factory=set)
     """Collectives whose buffers an engine may still use; kept here if nobody else keeps them."""
     unsettled: weakref.WeakSet[Handle[Any]] = field(default_factory=weakref.WeakSet)
@@ -94,6 +96,8 @@ class Handle(Generic[ResultT]):
         self.key = key
         """What the request is known by within its group."""
         self.header = header
+        self.shared = request.share()
+        """How it can travel with others, if it can."""
         self._request: Request[ResultT] | None = request
         self._line = line
         self._sequence = NOT_YET
@@ -174,10 +178,6 @@ class Handle(Generic[ResultT]):
         if stream is not None and self._ready is not None:
             stream.wait_event(self._ready)
 
-    def share(self) -> Share[ResultT] | None:
-        """See :class:`Request`."""
-        return None if self._request is None else self._request.share()
-
     def take_off(self, flight: Flight[ResultT], stream: torch.cuda.Stream | None) -> None:
         """The data has begun to move."""
         if stream is not None:
@@ -232,6 +232,10 @@ class Handle(Generic[ResultT]):
         if not self._poll(0.0):
             control.wait_for(self._poll, self.position)
 
+    def in_flight(self) -> bool:
+        """Whether it has neither failed, nor has all its data moved."""
+        return not self._settled and (not self._begun.is_set() or self.moving())
+
     def moving(self) -> bool:
         """Whether an engine may still read or write this collective's buffers."""
         flight = self._flight
@@ -265,7 +269,7 @@ class Handle(Generic[ResultT]):
                     self.stage(Stage.FAILED, detail=str(self._error).partition("\n")[0])
             self._line.moving.discard(self)
             self._line.unsettled.discard(self)
-            self._flight = self._request = None
+            self._flight = self._request = self.shared = None
             self._settled = True
 
     def _finish(self, flight: Flight[ResultT]) -> None:

@@ -121,15 +121,15 @@ def own_address(towards: Address, settings: Settings) -> str:
 
 
 def _meet_on_this_machine(settings: Settings, placement: Placement, deadline: Deadline) -> Meeting:
-    file = _private_directory() / _file_name(placement)
+    file = private_directory() / _file_name(placement)
     if placement.rank == 0:
         secret = settings.secret or Secret.new()
         server = StoreServer(secret)
-        _publish(file, {"address": str(server.address), "secret": secret.hex()})
+        publish(file, {"address": str(server.address), "secret": secret.hex()})
         return Meeting(server.store, secret, server=server, file=file)
     pause = _FIRST_PAUSE
     while not deadline.expired():
-        found = _read(file)
+        found = read(file)
         if found is not None:
             with contextlib.suppress(FarandoleError):  # what an earlier job left: look again
                 secret = Secret.from_hex(found["secret"])
@@ -148,7 +148,8 @@ def _meet_on_this_machine(settings: Settings, placement: Placement, deadline: De
     )
 
 
-def _private_directory() -> Path:
+def private_directory() -> Path:
+    """Where processes of this user leave files for each other; ``SetupError`` if it is not safe."""
     runtime = config.environment().get("XDG_RUNTIME_DIR", "")
     if runtime and os.access(runtime, os.W_OK):
         directory = Path(runtime) / "farandole"
@@ -210,14 +211,16 @@ def _status(process: int) -> list[str]:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
-def _publish(file: Path, content: dict[str, str]) -> None:
+def publish(file: Path, content: dict[str, str]) -> None:
+    """Write ``file`` for processes of this user alone, at once and whole."""
     draft = file.with_suffix(f".{os.getpid()}")
     with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
         json.dump(content, out)
     draft.replace(file)
 
 
-def _read(file: Path) -> dict[str, str] | None:
+def read(file: Path) -> dict[str, str] | None:
+    """What :func:`publish` wrote to ``file``; ``None`` when it is not there."""
     try:
         content = json.loads(file.read_text())
     except OSError:

@@ -9,8 +9,11 @@ import pytest
 import torch
 from group_ranks import in_group
 
+from farandole.comm.engines.base import Reduction, Work
+from farandole.comm.engines.threads import ThreadsEngine
 from farandole.comm.group import Group
 from farandole.comm.ops import Op
+from farandole.core import events
 from farandole.core.errors import MismatchError, StallError, UsageError
 from farandole.testing.ranks import run_processes, run_threads
 
@@ -58,8 +61,10 @@ def test_names_in_random_orders_on_processes():
 
 
 @pytest.mark.slow
-def test_a_thousand_rounds_of_a_hundred_names_on_four_processes():
-    texts = run_processes(4, in_group(shuffled_rounds(1000, 100, seed=3)), timeout=1800)
+@pytest.mark.timeout(1800)
+@WAYS
+def test_a_thousand_rounds_of_a_hundred_names_on_four_ranks(run):
+    texts = run(4, in_group(shuffled_rounds(1000, 100, seed=3)), timeout=1700)
     assert all(each == texts[0] for each in texts)
 
 
@@ -103,6 +108,32 @@ def test_a_name_in_use_is_refused_until_its_collective_has_begun():
             both.wait(30)
             first = group.allreduce_async(torch.ones(1), op=Op.SUM, name="twice")
             group.allgather_async(torch.ones(1), name="twice")
+        assert first.wait().item() == 2.0
+        assert group.allreduce(torch.ones(1), op=Op.SUM, name="twice").item() == 2.0
+
+    run_threads(2, in_group(check))
+
+
+def test_a_name_stays_in_use_until_its_data_has_moved(monkeypatch):
+    left, let_go = threading.Event(), threading.Event()
+    allreduce = ThreadsEngine.allreduce
+
+    def gated(engine: ThreadsEngine, buffer: torch.Tensor, reduction: Reduction) -> Work:
+        if engine.seat.rank == 1:
+            assert let_go.wait(30)
+        work = allreduce(engine, buffer, reduction)
+        left.set()
+        return work
+
+    monkeypatch.setattr(ThreadsEngine, "allreduce", gated)
+
+    def check(group: Group) -> None:
+        first = group.allreduce_async(torch.ones(1), op=Op.SUM, name="twice")
+        if group.rank == 0:
+            assert left.wait(30)
+            with pytest.raises(UsageError, match="same name as another tensor that is curr"):
+                group.allreduce_async(torch.ones(1), op=Op.SUM, name="twice")
+            let_go.set()
         assert first.wait().item() == 2.0
         assert group.allreduce(torch.ones(1), op=Op.SUM, name="twice").item() == 2.0
 
@@ -157,3 +188,17 @@ def test_a_tensor_that_some_ranks_never_submit_ends_as_a_stall(run):
     assert texts[0] == texts[1] == texts[2]
     assert "rank 2, which did not arrive" in texts[0]
     assert 'ranks 0-1: allreduce "loss"' in texts[0]
+
+
+def test_a_rank_that_is_alone_tells_of_its_rounds_too():
+    def check(group: Group) -> None:
+        told: list[events.CycleStarted] = []
+        stop = events.subscribe(events.CycleStarted, told.append)
+        try:
+            for _ in range(3):
+                assert group.allreduce(torch.ones(1), op=Op.SUM, name="x").item() == 1.0
+        finally:
+            stop()
+        assert [each.group for each in told] == [group.key] * 3
+
+    run_threads(1, in_group(check))

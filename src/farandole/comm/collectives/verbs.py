@@ -2,8 +2,8 @@
 
 All ranks of a group call the same methods with the same names, in any order; unnamed calls meet
 in the order in which each rank makes them. A call with arguments that cannot work, or with a name
-that is in use by a call that has not begun yet, raises ``UsageError`` on that rank at once. Calls
-that do not fit each other raise the same ``MismatchError`` on every rank, and the group stays
+that is in use by a call whose data has not moved yet, raises ``UsageError`` on that rank at once.
+Calls that do not fit each other raise the same ``MismatchError`` on every rank, and the group stays
 usable.
 
 The ``_async`` forms return a handle at once; what they were given must not be changed until the

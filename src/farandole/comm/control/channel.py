@@ -70,6 +70,10 @@ class OrderListener(Protocol):
         """Verdicts came. In the thread that brings the news; must not block."""
         ...
 
+    def on_missed(self, topic: str) -> None:
+        """The others gather for ``topic``, which misses this rank, and it has joined."""
+        ...
+
     def in_need(self) -> Position | None:
         """A request that waits for a verdict, if there is any."""
         ...
@@ -322,10 +326,9 @@ class Control:
         told = (
             link is not None
             and self._failure is None
-            and not link.is_listening_here()
             and link.send("fail", error=message.pack_error(error))
         )
-        if told:
+        if told and link is not None and not link.is_listening_here():
             self._broken.wait(NEWS_LIMIT)
         self._break(error)
         return self._failure or error
@@ -439,6 +442,9 @@ class Control:
             if self.order_listener is not None:
                 self.order_listener.on_ordered(news)
             self._reporter.on_answer()
+        elif news.kind == "missed":
+            if self.order_listener is not None:
+                self.order_listener.on_missed(news.text("topic"))
         elif news.kind == "formed":
             self._formed.set()
         elif news.kind == "failed":

@@ -30,6 +30,8 @@ class _Gather:
     requests: dict[int, int] = field(default_factory=dict)
     what: dict[int, str] = field(default_factory=dict)
     payloads: dict[int, bytes] = field(default_factory=dict)
+    told: set[int] = field(default_factory=set)
+    """Ranks that have joined, and were told that this gather misses them."""
 
 
 class Gathers:
@@ -67,6 +69,15 @@ class Gathers:
     def arrived(self) -> Mapping[GatherKey, frozenset[int]]:
         """Who has contributed to each gather that is not complete."""
         return {key: frozenset(gather.requests) for key, gather in self._open.items()}
+
+    def tell(self, joined: frozenset[int]) -> list[tuple[int, str]]:
+        """Of the ranks that have ``joined``, who is missed in which topic; each is named once."""
+        missed: list[tuple[int, str]] = []
+        for (topic, members), gather in self._open.items() if joined else ():
+            ranks = joined.intersection(members).difference(gather.requests, gather.told)
+            gather.told |= ranks
+            missed += [(rank, topic) for rank in sorted(ranks)]
+        return missed
 
     def without(self, gone: int) -> dict[int, str]:
         """Who waits in a gather that needs the rank ``gone``, and what they call it."""

@@ -1,6 +1,7 @@
 """Rank 0's end of the control channel: it carries gathers and spreads the news.
 
-Lives in the thread of a ``core.server.Server``, so nothing here needs a lock, and nothing blocks.
+Acts in the thread of a ``core.server.Server``, and on rank 0's own requests in the thread that
+submits them, which saves a change of thread. One lock is held while it acts; nothing blocks.
 
 ::
 
@@ -18,6 +19,7 @@ an error of its own) comes within :data:`HEARSAY_LIMIT`.
 
 from __future__ import annotations
 
+import collections
 import enum
 import logging
 import threading
@@ -41,7 +43,7 @@ from farandole.core.errors import (
     SetupError,
 )
 from farandole.core.secret import Secret
-from farandole.core.server import Server
+from farandole.core.server import Server, Timer
 
 HEARSAY_LIMIT = 0.2
 HANG_UP_LIMIT = 1.0
@@ -90,6 +92,10 @@ class Hub:
         self._gathers = Gathers()
         self._orders = Coordinator(size)
         self._oversight = Oversight(size, settings, self._send, self._arrived, self._break)
+        self._lock = threading.Lock()
+        self._posted: collections.deque[tuple[Spoke, bytes]] = collections.deque()
+        self.afterwards: Callable[[], None] = _nothing
+        """Called whenever it has acted, without its lock: rank 0 takes in what was said to it."""
         self._failure: FarandoleError | None = None
         self._hearsay: FarandoleError | None = None
         self._all_gone = threading.Event()
@@ -104,24 +110,49 @@ class Hub:
         cannot wait.
         """
         if wait:
-            self._server.call_soon(self._begin_closing)
+            self._server.call_soon(lambda: self._act(self._begin_closing))
             self._all_gone.wait(HANG_UP_LIMIT)
         else:
-            self._begin_closing()
+            self._act(self._begin_closing)
         self._server.close()
 
-    def post(self, spoke: Spoke, frame: bytes) -> None:
-        """A message from a spoke in this process. Any thread."""
-        self._server.call_soon(lambda: self.on_message(spoke, frame))
+    def post(self, spoke: Spoke, frame: bytes, *, here: bool) -> None:
+        """A message from a spoke in this process, acted on ``here`` or soon. Any thread."""
+        self._posted.append((spoke, frame))
+        if here:
+            self._act(self._take_posted)
+        else:
+            self._server.call_soon(lambda: self._act(self._take_posted))
 
     def hang_up(self, spoke: Spoke) -> None:
         """A spoke in this process is gone. Any thread."""
         self._server.call_soon(lambda: self.on_close(spoke, None))
 
+    def later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        """Call under the lock after ``seconds``."""
+        return self._server.call_later(seconds, lambda: self._act(callback))
+
+    def _act(self, action: Callable[[], None]) -> None:
+        """Every way in: one thread at a time."""
+        with self._lock:
+            action()
+        self.afterwards()
+
+    def _take_posted(self) -> None:
+        while self._posted:
+            self._on_message(*self._posted.popleft())
+
     # What the server calls.
 
     def on_message(self, peer: Spoke, frame: bytes) -> None:
         """See ``core.server.Handler``."""
+        self._act(lambda: self._on_message(peer, frame))
+
+    def on_close(self, peer: Spoke, error: FarandoleError | None) -> None:
+        """See ``core.server.Handler``."""
+        self._act(lambda: self._on_close(peer, error))
+
+    def _on_message(self, peer: Spoke, frame: bytes) -> None:
         number = self._ranks.get(peer)
         try:
             received = message.unpack(frame)
@@ -136,9 +167,12 @@ class Hub:
             peer.close()
         except Exception as error:  # noqa: BLE001 - nobody must wait for an answer in vain
             self._own_mistake(error)
+        except BaseException as error:
+            # The user's thread was interrupted in the middle: nobody knows what was said already.
+            self._own_mistake(error)
+            raise
 
-    def on_close(self, peer: Spoke, error: FarandoleError | None) -> None:
-        """See ``core.server.Handler``."""
+    def _on_close(self, peer: Spoke, error: FarandoleError | None) -> None:
         number = self._ranks.pop(peer, None)
         if number is None:
             return
@@ -166,10 +200,10 @@ class Hub:
         self._ranks[peer] = rank
         if left is not None:
             limit = message.seconds(hello.fields["limit"])
-            self._server.call_later(left, lambda: self._give_up(limit))
+            self.later(left, lambda: self._give_up(limit))
         if len(self._spokes) == self._size:
             self._phase = Phase.FORMED
-            self._oversight.begin(self._server)
+            self._oversight.begin(self.later)
             self._broadcast(message.pack("formed"))
 
     def _refusal(self, rank: int, size: int, generation: int) -> SetupError | None:
@@ -209,6 +243,12 @@ class Hub:
             self._answer(answer)
         if not answers:
             self._give_up_on_those_who_left()
+            self._tell_those_who_joined()
+
+    def _tell_those_who_joined(self) -> None:
+        """They wait for nothing of their own accord, but can have part in some agreements."""
+        for number, topic in self._gathers.tell(self._orders.joined):
+            self._send(number, message.pack("missed", topic=topic))
 
     def _arrived(self) -> dict[GatherKey, frozenset[int]]:
         return {**self._gathers.arrived(), **self._orders.arrived()}
@@ -239,6 +279,7 @@ class Hub:
         )
         self._tell(verdicts)
         self._give_up_on_those_who_left()
+        self._tell_those_who_joined()
 
     def _tell(self, verdicts: list[Addressed]) -> None:
         for_whom: dict[int, list[wire.Verdict]] = {}
@@ -265,7 +306,7 @@ class Hub:
             self._break(error)
         elif self._hearsay is None:
             self._hearsay = error
-            self._server.call_later(HEARSAY_LIMIT, lambda: self._break(error))
+            self.later(HEARSAY_LIMIT, lambda: self._break(error))
 
     def _on_goodbye(self, number: int, received: Message) -> None:
         reason = received.fields.get("reason")
@@ -291,7 +332,7 @@ class Hub:
     def _lose(self, number: int, reason: str) -> None:
         self._break(PeerLost(wording.lost(number, reason), ranks=[number]))
 
-    def _own_mistake(self, error: Exception) -> None:
+    def _own_mistake(self, error: BaseException) -> None:
         _log.error("The hub of the control channel failed.", exc_info=error)
         self._break(FarandoleBug(f"Rank 0's control channel failed: {error!r}", ranks=[0]))
 
@@ -331,3 +372,7 @@ class Hub:
         "fail": _on_fail,
         "goodbye": _on_goodbye,
     }
+
+
+def _nothing() -> None:
+    """Rank 0's own end is not there yet."""

@@ -14,6 +14,7 @@
                    gathered  request, which (index of each member's payload) · distinct payloads
                    refused   request, text: this gather cannot be, the group lives on
                    ordered   verdicts · headers: see ``comm.order.wire``
+                   missed    topic: a gather misses this rank, which has joined
                    failed    error: the group is broken
                    ask       ask: where are you?
                    pong      to a ping

@@ -1,6 +1,6 @@
 """The standing watch: keeps what the ranks report, and has ``watch`` judge it while any waits.
 
-Lives in the hub's thread. Without reports of blocked ranks there is no timer, and nothing runs.
+Lives under the hub's lock. Without reports of blocked ranks there is no timer, and nothing runs.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from farandole.comm.control.position import Channel, Position
 from farandole.core.clock import SYSTEM_CLOCK
 from farandole.core.config import Settings
 from farandole.core.errors import FarandoleBug, FarandoleError
-from farandole.core.server import Server, Timer
+from farandole.core.server import Timer
 
 ANSWER_LIMIT = 1.0
 """Seconds that a rank may take to say where it is."""
+
+Later = Callable[[float, Callable[[], None]], Timer]
+"""Calls after so many seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,16 +54,16 @@ class Oversight:
         self._warned: frozenset[watch.OperationKey] = frozenset()
         self._question: _Question | None = None
         self._questions = 0
-        self._server: Server | None = None
+        self._later: Later | None = None
         self._timer: Timer | None = None
 
-    def begin(self, server: Server) -> None:
-        """Judge from now on, by timers of ``server``."""
-        self._server = server
+    def begin(self, later: Later) -> None:
+        """Judge from now on; ``later`` makes timers."""
+        self._later = later
 
     def end(self) -> None:
         """Judge no more: the group is broken or closed."""
-        self._server = None
+        self._later = None
 
     @property
     def left(self) -> tuple[int, ...]:
@@ -108,12 +111,12 @@ class Oversight:
 
     def _tick_later(self) -> None:
         waiting = any(view.waits for view in self._views)
-        if self._server is not None and self._timer is None and waiting:
-            self._timer = self._server.call_later(self._pause, self._tick)
+        if self._later is not None and self._timer is None and waiting:
+            self._timer = self._later(self._pause, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
-        if self._server is None:
+        if self._later is None:
             return
         try:
             self._judge()
@@ -139,8 +142,8 @@ class Oversight:
         self._question = question = _Question(self._questions, stalled.culprits)
         for number in stalled.culprits:
             self._send(number, message.pack("ask", ask=question.number))
-        if question.is_open() and self._server is not None:
-            self._server.call_later(ANSWER_LIMIT, lambda: self._warn(question))
+        if question.is_open() and self._later is not None:
+            self._later(ANSWER_LIMIT, lambda: self._warn(question))
         else:
             self._warn(question)
 

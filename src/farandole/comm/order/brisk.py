@@ -1,10 +1,11 @@
 """Lets the threads that agree on requests run soon, beside a main thread that computes in Python.
 
 A thread of Python gives way to another one that has become ready after the *switch interval*, 5 ms
-by default. An agreement passes through about eight such changes of thread. So while a request of
-this process waits for its agreement, and only then, the interval is :data:`BRISK`. It is one value
-for the process: a larger one that somebody sets meanwhile is left alone, and so is a smaller one
-that was there before.
+by default. An agreement passes through up to three such changes of thread. So while this process
+has requests, and for a moment after that, the interval is :data:`BRISK`: a thread that began to
+wait before the interval became short still waits for the long one, which back-to-back requests
+would meet again and again. It is one value for the process: a larger one that somebody sets
+meanwhile is left alone, and so is a smaller one that was there before.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _usual = 0.0
 
 
 def begin(count: int = 1) -> None:
-    """``count`` requests wait for their agreement."""
+    """``count`` of those that share the interval have requests."""
     global _wanted, _usual
     with _lock:
         if _wanted == 0:
@@ -32,7 +33,7 @@ def begin(count: int = 1) -> None:
 
 
 def end(count: int = 1) -> None:
-    """``count`` of them do not any more."""
+    """``count`` of them have none any more."""
     global _wanted
     with _lock:
         _wanted -= count

@@ -253,6 +253,11 @@ class Coordinator:
         self._groups: dict[str, _Group] = {}
         self._joined: set[int] = set()
 
+    @property
+    def joined(self) -> frozenset[int]:
+        """Who has joined, as long as not all have."""
+        return frozenset(self._joined)
+
     def submit(self, rank: int, parts: Sequence[Part], *, joins: bool) -> list[Addressed]:
         """Take in what ``rank`` submits, and that it joins after that; what is ready now."""
         verdicts: list[Addressed] = []

@@ -31,13 +31,14 @@ class Memory:
         self._entries: list[Entry] = []
         self._numbers: dict[str, int] = {}
 
-    def describe(self, part: Part, key: str, header: Header) -> None:
-        """Put a request into ``part``: as a bit, if it is known and has not changed."""
+    def describe(self, part: Part, key: str, header: Header) -> int | None:
+        """Put a request into ``part``: as a bit, if it is known and has not changed; its number."""
         number = self._numbers.get(key)
         if number is not None and self._entries[number].own == header:
             part.bits |= 1 << number
-        else:
-            part.new.append((key, header.name is not None, header.encode()))
+            return number
+        part.new.append((key, header.name is not None, header.encode()))
+        return None
 
     def recall(self, number: int) -> Entry:
         """The request that is known by ``number``."""

@@ -1,10 +1,16 @@
 """What a rank holds of the named path: requests go in, in any order, and are carried out in one.
 
-A submission is put down and the negotiator's thread woken; what was put down by then leaves in one
-message. Whoever waits for a request sends it off without waiting for that thread. The verdicts of
-rank 0's coordinator come in one order for all ranks, and the thread hands the requests to the
-engines in that order, without waiting for the data. There is one negotiator for a root group and
-all groups made of it, so two groups with ranks in common never begin in different order.
+A submission is put down, and what was put down by then leaves in one message. Who sends it off:
+
+* whoever waits for a request;
+* whoever submits the last of those that travelled together before: a program that asks for the
+  same ten tensors in every step sends one message for them, at once;
+* else the negotiator's thread, when something has lain there for a while (``outbox``).
+
+The verdicts of rank 0's coordinator come in one order for all ranks. The thread that brings them
+hands the requests to the engines in that order, without waiting for the data; what may block it
+leaves to the negotiator's thread. There is one negotiator for a root group and all groups made of
+it, so two groups with ranks in common never begin in different order.
 
 Guarantees
     *Any order.* Requests meet by their names: ranks may submit them in any order, from any thread.
@@ -18,14 +24,15 @@ Guarantees
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
+import math
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -37,39 +44,23 @@ from farandole.comm.control.position import Position
 from farandole.comm.handle import NOT_YET, PATH, Agreement, Handle, Line
 from farandole.comm.header import Header
 from farandole.comm.order import brisk, together, wire, zeros
+from farandole.comm.order.departures import Departures
 from farandole.comm.order.memory import Memory
+from farandole.comm.order.outbox import Outbox, Seat
 from farandole.comm.order.together import Company, Ready
-from farandole.comm.order.wire import Agreed, Flush, Joined, Known, Part, Refused, Verdict
+from farandole.comm.order.wire import Agreed, Flush, Joined, Known, Refused, Verdict
 from farandole.core import events
 from farandole.core.errors import CollectiveError, FarandoleError, MismatchError, UsageError
 
 ResultT = TypeVar("ResultT")
 
-_FLUSH = object()
-"""Tells the thread that there is something to send."""
+CALM = 0.01
+"""Seconds without requests after which threads need not be brisk any more."""
+
+CALM_LOOKS = 0.5
+"""Seconds between two looks for it, at most, while requests wait for other ranks."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class Seat:
-    """This rank's place in one group's named path."""
-
-    line: Line
-    memory: Memory
-    unnamed: int = 0
-    """Requests without a name so far."""
-    sequence: int = 0
-    """Requests that were agreed on so far."""
-    waiting: dict[str, Handle[Any]] = field(default_factory=dict)
-    """Requests that have not begun, by their keys."""
-    closed_with: FarandoleError | None = None
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is nobody to agree with."""
-        return len(self.line.members) == 1
-
 
 JOIN_POSITION = Position(PATH, wire.JOIN_TOPIC, NOT_YET, "join")
 """Where a rank is that has joined, and waits for the others."""
@@ -78,9 +69,15 @@ JOIN_POSITION = Position(PATH, wire.JOIN_TOPIC, NOT_YET, "join")
 class _Join:
     """This rank has joined, and waits for the others."""
 
-    def __init__(self, everyone: tuple[int, ...], device: torch.device | None) -> None:
+    def __init__(
+        self,
+        everyone: tuple[int, ...],
+        device: torch.device | None,
+        missed: Callable[[str], None],
+    ) -> None:
         self.agreement = Agreement((wire.JOIN_TOPIC, everyone))
         self.device = device
+        self.missed = missed
         self.last = NOT_YET
         self.error: FarandoleError | None = None
 
@@ -100,16 +97,24 @@ class Negotiator:
         self._sending = threading.Lock()
         """Held while messages leave, so that they do so in the order of what they say."""
         self._seats: dict[str, Seat] = {}
-        self._outbox: list[tuple[Seat, Handle[Any]]] = []
-        self._closes: list[Seat] = []
-        self._joins = False
+        self._outbox = Outbox()
+        self._departures = Departures(self._begin_together, self._call_thread)
         self._join: _Join | None = None
-        self._woken = False
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """To the thread: whether to go on."""
         self._thread: threading.Thread | None = None
+        self._alarm = math.inf
+        """When the thread wakes by itself."""
+        self._brisk = False
+        self._look = math.inf
+        """When to look whether it is calm."""
+        self._pause = CALM
+        self._submitted = 0
+        self._seen = 0
+        self._ended = False
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._process = os.getpid()
-        self._stop_listening = control.on_failure(self._queue.put)
+        self._stop_listening = control.on_failure(self._fail_all)
         control.order_listener = self
 
     # Groups.
@@ -129,7 +134,7 @@ class Negotiator:
             seat.closed_with = error
             self._seats.pop(seat.line.key, None)
             handles = self._take_waiting(seat)
-            self._closes.append(seat)
+            self._outbox.close(seat)
         for handle in handles:
             handle.fail(error)
 
@@ -144,7 +149,9 @@ class Negotiator:
             self.leave(seat, error)
         if join is not None:
             join.end(error=error)
-        self._queue.put(None)
+        with self._lock:
+            self._ended = True
+            self._calls.put(False)
 
     def wait_for_end(self, timeout: float) -> None:
         """Give the thread ``timeout`` seconds to end, after :meth:`close`."""
@@ -157,8 +164,8 @@ class Negotiator:
         """Begin ``request`` when all members of the group have submitted it.
 
         Raises the group's failure when it is broken, what :meth:`leave` was given after that, and
-        ``UsageError`` when a request of that name has not begun yet, or in a process that was
-        forked from the one that formed the group.
+        ``UsageError`` when the data of a request of that name has not moved yet, or in a process
+        that was forked from the one that formed the group.
         """
         if os.getpid() != self._process:
             raise UsageError(
@@ -172,7 +179,8 @@ class Negotiator:
         with self._lock:
             self._require_usable(seat)
             key = wire.key_of(header, seat.unnamed)
-            if key in seat.waiting:
+            previous = seat.latest.get(key)
+            if previous is not None and previous.in_flight():
                 raise UsageError(
                     "Requested to allreduce, allgather, or broadcast a tensor with the same name "
                     f"as another tensor that is currently being processed: {header.label}. Wait "
@@ -181,22 +189,44 @@ class Negotiator:
             if header.name is None:
                 seat.unnamed += 1
             handle = Handle(request, header, key, seat.line)
-            seat.waiting[key] = handle
+            seat.waiting[key] = seat.latest[key] = handle
             handle.stage(events.Stage.NEGOTIATING)
-            brisk.begin()
-            if seat.alone:
-                self._queue.put((seat, handle))
-            else:
-                self._outbox.append((seat, handle))
-                self._wake()
-            self._start()
+            complete = not seat.alone and self._put(seat, handle)
+        if seat.alone:
+            self._agree_alone(seat, handle)
+        elif complete:
+            self.flush()
         return handle
 
-    def join(self, device: torch.device | None, begin: Callable[[], None]) -> int:
+    def _put(self, seat: Seat, handle: Handle[Any]) -> bool:
+        now = time.monotonic()
+        complete = self._outbox.put(seat, handle, now)
+        self._submitted += 1
+        if not self._brisk:
+            self._brisk = True
+            brisk.begin()
+            self._look = now + CALM
+        if self._alarm > (self._look if complete else min(self._look, self._outbox.due)):
+            self._call()
+        return complete
+
+    def _agree_alone(self, seat: Seat, handle: Handle[Any]) -> None:
+        self._tell_cycles([seat.line.key])
+        ready: list[Ready] = []
+        self._admit(seat, handle.key, (handle.header,), 0, ready)
+        self._depart(ready)
+
+    def join(
+        self,
+        device: torch.device | None,
+        begin: Callable[[], None],
+        missed: Callable[[str], None],
+    ) -> int:
         """Take part in what the others submit with zeros until they have joined too; who was last.
 
         ``device`` is where the zeros of requests on CUDA devices are made. ``begin`` is called
-        when this rank is about to join, unless it has joined already.
+        when this rank is about to join, unless it has joined already. ``missed`` is called with
+        the topic of each gather that the others wait in for this rank; it must not block.
         """
         self._control.require_usable()
         if self._control.size == 1:
@@ -204,11 +234,11 @@ class Negotiator:
         with self._lock:
             if self._join is not None:
                 raise UsageError("join() was called while this rank had joined already.")
-            self._join = join = _Join(tuple(range(self._control.size)), device)
-            self._start()
+            self._join = join = _Join(tuple(range(self._control.size)), device, missed)
         try:
             begin()
-            self._joins = True
+            with self._lock:
+                self._outbox.join()
             self.flush()
             self._control.wait_for(join.agreement.begun.wait, JOIN_POSITION, join.agreement)
         finally:
@@ -220,12 +250,8 @@ class Negotiator:
 
     def drain(self, seat: Seat, position: Position) -> None:
         """Wait until everything that has a verdict by now is complete."""
-        with self._lock:
-            started = self._thread is not None
-        if not started:
-            return
         reached = threading.Event()
-        self._queue.put(reached)
+        self._departures.append([reached])
         self._control.wait_for(reached.wait, position)
         for handle in tuple(seat.line.unsettled):
             handle.complete()
@@ -237,46 +263,19 @@ class Negotiator:
         """
         with self._sending:
             with self._lock:
-                if not (self._outbox or self._joins):
-                    return
-                outbox, self._outbox = self._outbox, []
-                closes, self._closes = self._closes, []
-                joins, self._joins = self._joins, False
-                self._woken = False
-                parts = self._parts(outbox, closes)
-                what = outbox[0][1].position if outbox else JOIN_POSITION
-            if events.wanted(events.CycleStarted):
-                self._tell_cycles(parts)
-            payloads, fields = wire.pack_parts(parts, joins=joins)
+                mail = self._outbox.take()
+            if mail is None:
+                return
+            self._tell_cycles([part.group for part in mail.parts])
+            payloads, fields = wire.pack_parts(mail.parts, joins=mail.joins)
+            what = JOIN_POSITION if mail.what is None else mail.what.position
             self._control.submit(payloads, fields, what)
 
-    def _parts(self, outbox: Sequence[tuple[Seat, Handle[Any]]], closes: list[Seat]) -> list[Part]:
-        parts: dict[str, Part] = {}
-        for seat, handle in outbox:
-            if seat.closed_with is not None:
-                continue
-            line = seat.line
-            part = parts.get(line.key)
-            if part is None:
-                part = parts[line.key] = Part(line.key, line.members, seat.memory.generation)
-            seat.memory.describe(part, handle.key, handle.header)
-        closing = [Part(each.line.key, each.line.members, closes=True) for each in closes]
-        return [*parts.values(), *closing]
-
-    def _tell_cycles(self, parts: Sequence[Part]) -> None:
-        now = time.perf_counter()
-        for part in parts:
-            events.emit(events.CycleStarted(self._control.rank, part.group, now))
-
-    def _wake(self) -> None:
-        if not self._woken:
-            self._woken = True
-            self._queue.put(_FLUSH)
-
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="farandole-order", daemon=True)
-            self._thread.start()
+    def _tell_cycles(self, groups: Sequence[str]) -> None:
+        if events.wanted(events.CycleStarted):
+            now = time.perf_counter()
+            for group in groups:
+                events.emit(events.CycleStarted(self._control.rank, group, now))
 
     def _require_usable(self, seat: Seat) -> None:
         if seat.closed_with is not None:
@@ -288,7 +287,22 @@ class Negotiator:
 
     def on_ordered(self, verdicts: Message) -> None:
         """See ``comm.control.channel.OrderListener``."""
-        self._queue.put(verdicts)
+        try:
+            ready: list[Ready] = []
+            for verdict in wire.read_verdicts(verdicts):
+                self._carry_out(verdict, ready)
+            self._depart(ready)
+        except BaseException as error:
+            # Whoever waits must hear of it; in the user's thread it may be an interrupt.
+            self._fail_all(self._break("named requests", error))
+            if not isinstance(error, Exception):
+                raise
+
+    def on_missed(self, topic: str) -> None:
+        """See ``comm.control.channel.OrderListener``."""
+        join = self._join
+        if join is not None:
+            join.missed(topic)
 
     def in_need(self) -> Position | None:
         """See ``comm.control.channel.OrderListener``."""
@@ -298,39 +312,6 @@ class Negotiator:
                     for handle in seat.waiting.values():
                         return handle.position
             return None if self._join is None else JOIN_POSITION
-
-    # The thread.
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            try:
-                self._act(item)
-            except FarandoleError as error:
-                # Sending failed: the group is broken or closed, and whoever waits hears of that.
-                _log.debug("Requests were not sent: %s", error)
-            except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
-                self._fail_all(self._break("named requests", error))
-            del item
-            for seat in tuple(self._seats.values()):
-                _let_go(seat.line)
-
-    def _act(self, item: Any) -> None:
-        if item is _FLUSH:
-            self.flush()
-        elif isinstance(item, Message):
-            ready: list[Ready] = []
-            for verdict in wire.read_verdicts(item):
-                self._carry_out(verdict, ready)
-            self._begin(ready)
-        elif isinstance(item, FarandoleError):
-            self._fail_all(item)
-        elif isinstance(item, threading.Event):
-            item.set()
-        else:
-            seat, handle = item
-            ready = []
-            self._admit(seat, handle.key, (handle.header,), 0, ready)
-            self._begin(ready)
 
     def _fail_all(self, error: FarandoleError) -> None:
         with self._lock:
@@ -344,7 +325,6 @@ class Negotiator:
     def _take_waiting(self, seat: Seat) -> list[Handle[Any]]:
         handles = list(seat.waiting.values())
         seat.waiting.clear()
-        brisk.end(len(handles))
         return handles
 
     def _carry_out(self, verdict: Verdict, ready: list[Ready]) -> None:
@@ -363,12 +343,14 @@ class Negotiator:
                 headers = seat.memory.learn(verdict)
             self._admit(seat, verdict.key, headers, verdict.which.count(-1), ready)
         elif isinstance(verdict, Refused):
-            handle = self._take(seat, verdict.key)
+            with self._lock:
+                handle = seat.waiting.pop(verdict.key, None)
             if handle is not None:
                 handle.fail(MismatchError(verdict.text, ranks=seat.line.members))
         elif isinstance(verdict, Flush):
             with self._lock:
                 seat.memory.begin_anew()
+                seat.companions.clear()
 
     def _all_have_joined(self, last: int) -> None:
         with self._lock:
@@ -378,13 +360,6 @@ class Negotiator:
         if join is not None:
             join.end(last=last)
 
-    def _take(self, seat: Seat, key: str) -> Handle[Any] | None:
-        with self._lock:
-            handle = seat.waiting.pop(key, None)
-        if handle is not None:
-            brisk.end()
-        return handle
-
     def _admit(
         self,
         seat: Seat,
@@ -393,30 +368,37 @@ class Negotiator:
         absent: int,
         ready: list[Ready],
     ) -> None:
-        handle = self._take(seat, key)
-        seat.sequence += 1
+        with self._lock:
+            handle = seat.waiting.pop(key, None)
+            seat.sequence += 1
+            sequence = seat.sequence
         if handle is None:
             join = self._join
             if join is None or seat.closed_with is not None:
                 return
             handle = zeros.handle_for(headers[0], key, seat.line, join.device)
-        handle.agree(seat.sequence, absent if self._average_participants else 0)
+        handle.agree(sequence, absent if self._average_participants else 0)
         ready.append(Ready(seat.line, handle, headers))
 
-    def _begin(self, ready: list[Ready]) -> None:
+    # Beginning. In any thread.
+
+    def _depart(self, ready: Sequence[Ready]) -> None:
         for handle in {each.line.key: each.handle for each in ready}.values():
             self._control.note_begun(handle.position)  # the last one of each group
-        for company in together.arrange(ready):
-            self._begin_together(company)
+        self._departures.append(together.arrange(ready))
 
     def _begin_together(self, company: Company) -> None:
         those = company.ready
+        _let_go(those[0].line)
         try:
             together.begin(company, self._stream(those[0].handle.device))
         except FarandoleError as error:
             self._fail(those, error)
-        except Exception as error:  # noqa: BLE001 - told to whoever waits, on every rank
+        except BaseException as error:
+            # Told to whoever waits, on every rank; in the user's thread it may be an interrupt.
             self._fail(those, self._break(those[0].handle.what, error))
+            if not isinstance(error, Exception):
+                raise
 
     def _fail(self, those: Sequence[Ready], error: FarandoleError) -> None:
         seat = self._seats.get(those[0].line.key)
@@ -430,7 +412,7 @@ class Negotiator:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[device]
 
-    def _break(self, what: str, cause: Exception) -> FarandoleError:
+    def _break(self, what: str, cause: BaseException) -> FarandoleError:
         """The other ranks may have begun what this one could not: nobody can go on."""
         rank = self._control.rank
         error = CollectiveError(
@@ -441,6 +423,61 @@ class Negotiator:
         error.__cause__ = cause
         self._control.fail(error)
         return error
+
+    # The thread.
+
+    def _call(self) -> None:
+        """Wake the thread. The lock is held."""
+        self._alarm = -math.inf
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="farandole-order", daemon=True)
+            self._thread.start()
+        self._calls.put(True)
+
+    def _call_thread(self) -> None:
+        with self._lock:
+            if not self._ended:
+                self._call()
+                return
+        # The engines are closed by now: nothing blocks.
+        self._departures.go_on(patient=True)
+
+    def _run(self) -> None:
+        go_on = True
+        while go_on:
+            with contextlib.suppress(queue.Empty):
+                go_on = self._calls.get(timeout=self._seconds_to_sleep())
+            self._send_what_is_due()
+            self._departures.go_on(patient=True)
+            self._look_for_calm()
+        if self._brisk:
+            brisk.end()
+
+    def _seconds_to_sleep(self) -> float | None:
+        with self._lock:
+            self._alarm = min(self._outbox.due, self._look)
+            return None if self._alarm == math.inf else max(0.0, self._alarm - time.monotonic())
+
+    def _send_what_is_due(self) -> None:
+        try:
+            if time.monotonic() >= self._outbox.due:
+                self.flush()
+        except FarandoleError as error:
+            # The group is broken or closed, and whoever waits hears of that.
+            _log.debug("Requests were not sent: %s", error)
+
+    def _look_for_calm(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if now < self._look:
+                return
+            moving, self._seen = self._submitted != self._seen, self._submitted
+            if moving or any(seat.waiting for seat in self._seats.values()):
+                self._pause = CALM if moving else min(2 * self._pause, CALM_LOOKS)
+                self._look = now + self._pause
+            else:
+                self._brisk, self._look = False, math.inf
+                brisk.end()
 
 
 def _let_go(line: Line) -> None:

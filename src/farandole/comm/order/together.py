@@ -21,7 +21,7 @@ TOGETHER_BYTES = 4 * 1024 * 1024
 """A buffer for several requests is not made larger than this."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Ready:
     """A request that all members of its group have agreed on."""
 
@@ -30,45 +30,61 @@ class Ready:
     headers: Sequence[Header]
 
 
-@dataclass
+@dataclass(slots=True)
 class Company:
     """Requests that travel together."""
 
     ready: list[Ready]
-    shares: list[Share[Any]]
-    """One each; none for a request that travels alone whatever comes."""
     bytes: int = 0
+
+    @property
+    def may_block(self) -> bool:
+        """Whether to begin it may take long: the first one opens the engine, and only of small
+        reductions it is known what beginning them takes."""
+        first = self.ready[0]
+        device = first.handle.device
+        if device is None:
+            return False  # Nothing moves.
+        return first.handle.shared is None or device.type not in first.line.opened
 
 
 def arrange(ready: Sequence[Ready]) -> list[Company]:
     """The requests, in the order in which they begin."""
-    if len(ready) == 1:
-        return [Company(list(ready), [])]
     arranged: list[Company] = []
     open_ones: dict[tuple[Any, ...], Company] = {}
     for each in ready:
-        share = each.handle.share()
+        share = each.handle.shared
         if share is None:
-            arranged.append(Company([each], []))
+            arranged.append(Company([each]))
             continue
         key = (each.line.key, *share.key)
+        size = share.buffer.nbytes
         company = open_ones.get(key)
-        if company is None or company.bytes + share.buffer.nbytes > TOGETHER_BYTES:
-            company = open_ones[key] = Company([], [])
+        if company is None or company.bytes + size > TOGETHER_BYTES:
+            company = open_ones[key] = Company([])
             arranged.append(company)
         company.ready.append(each)
-        company.shares.append(share)
-        company.bytes += share.buffer.nbytes
+        company.bytes += size
     return arranged
 
 
 def begin(company: Company, stream: torch.cuda.Stream | None) -> None:
     """Hand the requests to the engine."""
-    those, shares = company.ready, company.shares
+    those = company.ready
+    first = those[0]
     if len(those) == 1:
-        those[0].handle.begin(those[0].headers, stream)
-        return
-    with torch.no_grad(), torch.cuda.stream(stream):
+        first.handle.begin(first.headers, stream)
+    else:
+        _begin_all(those, [each.handle.shared for each in those if each.handle.shared], stream)
+    if first.handle.device is not None:
+        first.line.opened.add(first.handle.device.type)
+
+
+def _begin_all(
+    those: Sequence[Ready], shares: Sequence[Share[Any]], stream: torch.cuda.Stream | None
+) -> None:
+    # In whatever modes this thread is: it may be one of the user's.
+    with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(stream):
         for each in those:
             each.handle.get_ready(stream)
             each.handle.stage(Stage.PACKING)
