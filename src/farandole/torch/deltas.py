@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farandole.comm.codec import Codec
 from farandole.comm.group import Group
 from farandole.comm.handle import Handle
 from farandole.comm.ops import Op
 from farandole.torch.channel import Channel
-from farandole.torch.compression import Compressor
 
 PIECE = 64 * 1024 * 1024
 """Bytes that travel together, at least one parameter."""
@@ -26,7 +26,7 @@ PIECE = 64 * 1024 * 1024
 class Deltas:
     """Combines the steps of one optimizer; ``label`` is what messages call it."""
 
-    def __init__(self, channel: Channel, label: str, compression: type[Compressor]) -> None:
+    def __init__(self, channel: Channel, label: str, compression: Codec) -> None:
         self._channel = channel
         self._label = label
         self._compression = compression

@@ -24,16 +24,19 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from farandole.comm.codec import Memory
 from farandole.comm.control.position import Position
 from farandole.comm.engines.base import Work
+from farandole.comm.fusion.absence import PlanLog
 from farandole.comm.group import Group
 from farandole.comm.ops import Op
 from farandole.core.errors import CollectiveError, UsageTypeError
-from farandole.torch import agreement, backward
+from farandole.torch import agreement, backward, tuning
 from farandole.torch.accumulation import Accumulation
 from farandole.torch.agreement import Agreed, Terms
 from farandole.torch.channel import Channel
-from farandole.torch.sparse_gradients import SparseLook, is_sparse
+from farandole.torch.sparse_gradients import SparseLook, is_sparse, topic_of
+from farandole.torch.tuning import Tuner
 
 _hooks: MutableMapping[Tensor, list[RemovableHandle]] = WeakIdKeyDictionary()
 """The hooks of ours that each parameter has."""
@@ -74,6 +77,7 @@ class Gradients:
         self._begun: Agreed | None = None
         """The plan whose reducer takes gradients now."""
         self._look = SparseLook()
+        self._tuner: Tuner | None = None
 
     @property
     def number(self) -> int:
@@ -211,7 +215,7 @@ class Gradients:
             self._begin(agreed)
 
     def _begin(self, agreed: Agreed) -> None:
-        agreed.reducer.spare_kept()
+        agreed.reducer.spare_kept(lambda place: agreed.parameters[place].grad)
         agreed.reducer.begin(agreed.log.step(self.accumulation.steps))
         self._compare_steps(agreed)
         self._begun = agreed
@@ -263,7 +267,17 @@ class Gradients:
             if keep:
                 self._hand_out(agreed)
             self._compare_steps(agreed)
+            self._tune(agreed, keep=keep)
         self.accumulation.reduced = keep
+
+    def _tune(self, agreed: Agreed, *, keep: bool) -> None:
+        tuner = self._tuner
+        if tuner is None:
+            return
+        with torch.no_grad():
+            self._agreed = tuner.after_pass(agreed)
+        if keep and self._agreed is not agreed:
+            self._hand_out(self._agreed)
 
     def _hand_out(self, agreed: Agreed) -> None:
         for parameter, entry in zip(agreed.parameters, agreed.reducer.entries, strict=True):
@@ -296,12 +310,38 @@ class Gradients:
             agreed.reducer.divide(entry)
         self._look.undo_sum(parameter, agreed.group.size)
 
+    def forget_errors(self) -> None:
+        """What compression has not sent belongs to a past that is gone."""
+        if self._agreed is not None:
+            self._agreed.memory.forget_errors()
+
+    def _memory_of(self, group: Group) -> Memory:
+        """What codecs know before a new plan of ``group``: nothing, if its ranks are other ones."""
+        previous = self._agreed
+        if previous is None or previous.group is not group:
+            return Memory()
+        return previous.memory.successor()
+
     # Agreements.
 
     def _members(self) -> list[Tensor]:
         return [parameter for parameter in self._parameters() if parameter.requires_grad]
 
-    def _agree(self, group: Group) -> Agreed:
+    def agree_as_joined(self, topic: str) -> PlanLog | None:
+        """Have part in the agreement on ``topic``, if it is one of this optimizer's.
+
+        For a rank that has joined. When it was about a plan: that plan.
+        """
+        group = self._partners()
+        if group is None:
+            return None
+        if topic == group.next_agreement(topic_of(self._channel.name)):
+            return self._agree(group, joined=True).log
+        if topic == group.next_agreement(agreement.steps_topic(self._channel.name)):
+            agreement.agree_on_steps(group, self._channel.name, self.terms.label, None)
+        return None
+
+    def _agree(self, group: Group, *, joined: bool = False) -> Agreed:
         """A new plan, for what is there now; see :func:`agreement.agree`."""
         self.hook()
         previous = self._agreed
@@ -311,6 +351,8 @@ class Gradients:
                     previous.reducer.divide(entry)
             previous.sparse.undo_sums()
         self._channel.open()
+        if self._tuner is None or self._tuner.group is not group:
+            self._tuner = tuning.tuner_for(group, self._channel)
         self._agreed = agreement.agree(
             group,
             self._channel.name,
@@ -319,6 +361,8 @@ class Gradients:
             self._order,
             self.name_of,
             self._look,
+            self._memory_of(group),
+            joined=joined,
         )
         return self._agreed
 

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from farandole.comm.collectives.adasum import require_pairs
 from farandole.comm.group import Group
 from farandole.comm.ops import Op
-from farandole.core.errors import UsageError, UsageTypeError
-from farandole.torch.compression import Compressor
+from farandole.core.errors import UsageError
+from farandole.torch import compression as compressions
+from farandole.torch.compression import Compressing
 from farandole.torch.process_sets import ProcessSet
 
 
@@ -25,7 +26,7 @@ class Options:
     passes_per_step: int
     predivide: float
     sparse_as_dense: bool
-    compression: type[Compressor]
+    compression: Compressing
     process_set: ProcessSet
     names: tuple[str, ...] | None
     families: tuple[int | None, ...]
@@ -70,12 +71,13 @@ def check_predivide(factor: float, op: Op) -> float:
     return float(factor)
 
 
-def check_compression(compression: type[Compressor]) -> type[Compressor]:
-    """``compression``, if it has what a compression needs."""
-    if not all(callable(getattr(compression, each, None)) for each in ("compress", "decompress")):
-        raise UsageTypeError(
-            f"compression must be one of hvd.Compression, such as hvd.Compression.fp16, or a class "
-            f"with its methods; got {compression!r}."
+def check_compression(compression: Compressing, op: Op) -> Compressing:
+    """``compression``, if it is one, and one that ``op`` can be used with."""
+    compressions.check(compression)
+    if op == Op.ADASUM and not compressions.is_simple(compression):
+        raise UsageError(
+            f"op=Adasum does not sum, so Compression.{compressions.name_of(compression)} is "
+            "nothing for it. Use Compression.none, fp16 or bf16, or another op."
         )
     return compression
 

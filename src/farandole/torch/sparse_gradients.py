@@ -27,6 +27,11 @@ def is_sparse(gradient: Tensor | None) -> bool:
     return gradient is not None and gradient.layout is torch.sparse_coo
 
 
+def topic_of(channel: str) -> str:
+    """What the first agreement on a plan is about."""
+    return f"sparse/{channel}"
+
+
 def agree_on_sparse(
     group: Group, channel: str, label: str, members: Sequence[Tensor]
 ) -> dict[int, int]:
@@ -37,7 +42,7 @@ def agree_on_sparse(
         if each.grad is not None and is_sparse(each.grad)
     }
     answers = group.agree(
-        f"sparse/{channel}",
+        topic_of(channel),
         json.dumps(mine).encode(),
         f"agreement on the parameters of {label}",
     )

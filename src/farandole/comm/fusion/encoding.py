@@ -1,51 +1,48 @@
-"""A bucket as it travels when a codec encodes it: the encoded gradients, then the tail as it is."""
+"""The exchange that a codec of the simple kind makes: encode, sum what was encoded, decode."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from farandole.comm.codec import Codec
-from farandole.comm.engines.base import REDUCIBLE
+from farandole.comm.codec import Codec, Layout
+from farandole.comm.engines.base import REDUCIBLE, Engine, Reduction, Work
+from farandole.comm.engines.relay import Relay
 from farandole.core.errors import UsageTypeError
 
 
-class Encoding:
-    """Between a bucket's buffer and what an engine reduces for it. Keeps one pass's context."""
+class EncodedSum:
+    """An :class:`~farandole.comm.codec.Exchange` without error feedback.
 
-    def __init__(self, codec: Codec, buffer: Tensor, payload: int) -> None:
+    Everything travels as one tensor: the encoded gradients, then what comes after them as it is.
+    """
+
+    across_hosts = False
+
+    def __init__(self, codec: Codec, layout: Layout) -> None:
         self._codec = codec
-        self._payload = payload
-        self.use(buffer)
-        self._shape = torch.Size()
-        self._context: Any = None
-        self._sent: Tensor | None = None
+        self._layout = layout
 
-    def use(self, buffer: Tensor) -> None:
-        """Encode what is in ``buffer`` from now on."""
-        self._gradients = buffer[: self._payload]
-        self._tail = buffer[self._payload :]
+    def sum(self, buffer: Tensor, engine: Engine) -> Work:
+        """See :class:`~farandole.comm.codec.Exchange`."""
+        return Relay(self._steps(buffer, engine))
 
-    def encode(self) -> Tensor:
-        """A flat tensor for an engine; the buffer may be written again only by :meth:`decode`."""
-        encoded, self._context = self._codec.compress(self._gradients)
+    def parts(self, count: int) -> Sequence[tuple[int, EncodedSum]]:
+        """See :class:`~farandole.comm.codec.Exchange`."""
+        return [(each.length, EncodedSum(self._codec, each)) for each in self._layout.cut(count)]
+
+    def _steps(self, buffer: Tensor, engine: Engine) -> Iterator[Work]:
+        gradients, tail = buffer[: self._layout.payload], buffer[self._layout.payload :]
+        encoded, context = self._codec.compress(gradients)
         if not encoded.dtype.is_floating_point or encoded.dtype not in REDUCIBLE:
             raise UsageTypeError(
-                f"compression made a {encoded.dtype} tensor of a {self._gradients.dtype} one. What "
+                f"compression made a {encoded.dtype} tensor of a {gradients.dtype} one. What "
                 "travels must be float16, bfloat16, float32 or float64."
             )
-        self._shape = encoded.shape
-        self._sent = torch.cat([encoded.reshape(-1), self._tail.to(encoded.dtype)])
-        return self._sent
-
-    def decode(self) -> None:
-        """Put what came back into the buffer."""
-        sent, self._sent = self._sent, None
-        assert sent is not None
-        length = sent.numel() - self._tail.numel()
-        encoded = sent[:length].view(self._shape)
-        self._gradients.copy_(self._codec.decompress(encoded, self._context))
-        self._tail.copy_(sent[length:])
-        self._context = None
+        sent = torch.cat([encoded.reshape(-1), tail.to(encoded.dtype)])
+        yield engine.allreduce(sent, Reduction.SUM)
+        length = encoded.numel()
+        gradients.copy_(self._codec.decompress(sent[:length].view(encoded.shape), context))
+        tail.copy_(sent[length:])

@@ -14,18 +14,22 @@ first (``reduced_scale``).
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from farandole.comm.codec import Codec
+from farandole.comm.codec import Exchange
 from farandole.comm.engines.base import REDUCIBLE, Engine, Reduction, Work
-from farandole.comm.fusion.encoding import Encoding
 from farandole.comm.fusion.plan import GUARDS, BucketPlan, Plan
 from farandole.core import events
 
+OWN_REFERENCES = 2
+"""To a view that nobody else has: its entry's, and that of the call which counts them."""
+
+GradientOf = Callable[[int], Tensor | None]
 WaitFor = Callable[[Work, int], None]
 """Blocks until the work of a bucket, by its number, is done; raises what it failed with."""
 
@@ -78,8 +82,9 @@ class Bucket:
     __slots__ = (
         "all_present",
         "buffer",
-        "encoding",
         "entries",
+        "exchange",
+        "factor",
         "lane",
         "layouts",
         "left_at",
@@ -99,7 +104,7 @@ class Bucket:
         dtype: torch.dtype,
         views: Sequence[Layout],
         lane: Lane,
-        codec: Codec | None,
+        exchange: Exchange | None,
     ) -> None:
         self.plan = plan
         self.lane = lane
@@ -111,6 +116,8 @@ class Bucket:
         self.uses = self._count_uses()
         """How many tensors of ours share the memory."""
         self.tails = self._prepare_tails(dtype, lane.device)
+        self.factor: Tensor | None = None
+        """What gradients are multiplied by on their way in; ``None``: 1."""
         self.missing = len(self.entries)
         """How many gradients this rank does not have (yet)."""
         self.all_present = True
@@ -118,14 +125,14 @@ class Bucket:
         self.work: Work | None = None
         self.left_at = 0.0
         self.on_gpu = self.buffer.is_cuda
-        self.encoding = (
-            Encoding(codec, self.buffer, plan.payload)
-            if codec is not None and dtype.is_floating_point
-            else None
-        )
+        self.exchange = exchange
 
     def _allocate(self, dtype: torch.dtype) -> list[Tensor]:
-        self.buffer = torch.zeros(self.plan.length, dtype=dtype, device=self.lane.device)
+        length, device = self.plan.length, self.lane.device
+        if device.type == "cpu":
+            self.buffer = self.lane.engine.buffer(length, dtype)
+        else:  # the engine's own device may be another one of that type
+            self.buffer = torch.zeros(length, dtype=dtype, device=device)
         self.storage = self.buffer.untyped_storage()
         self.tail = self.buffer[self.plan.payload :]
         return [
@@ -137,13 +144,19 @@ class Bucket:
         count: int = torch._C._storage_Use_Count(self.storage._cdata)  # type: ignore[attr-defined, unused-ignore]
         return count
 
-    def spare_kept(self) -> None:
+    def spare_kept(self, gradient_of: GradientOf) -> None:
         """Take other memory if the script keeps a gradient of an earlier pass, or a view of it."""
-        if self._count_uses() > self.uses:
+        if self._count_uses() > self.uses or self._is_kept(gradient_of):
             for entry, place in zip(self.entries, self._allocate(self.buffer.dtype), strict=True):
                 entry.move(place)
-            if self.encoding is not None:
-                self.encoding.use(self.buffer)
+
+    def _is_kept(self, gradient_of: GradientOf) -> bool:
+        """Whether somebody has a result that is not the gradient of its parameter any more."""
+        return any(
+            sys.getrefcount(entry.view) > OWN_REFERENCES
+            and gradient_of(slot.index) is not entry.view
+            for entry, slot in zip(self.entries, self.plan.slots, strict=True)
+        )
 
     def _prepare_tails(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
         """A tail a step modulo :data:`GUARDS`, for when no gradient is missing."""
@@ -154,13 +167,14 @@ class Bucket:
             tails[step, flags + step] = 1
         return list(tails.to(device).unbind())
 
-    def wire(self) -> Tensor:
-        """The buffer as an engine reduces it: encoded, or complex numbers as pairs of reals."""
-        if self.encoding is not None:
-            return self.encoding.encode()
+    def leave(self) -> Work:
+        """Begin to sum the buffer over the ranks; complex numbers travel as pairs of reals."""
+        engine = self.lane.engine
+        if self.exchange is not None:
+            return engine.sum_encoded(self.buffer, self.exchange)
         if self.buffer.dtype in REDUCIBLE:
-            return self.buffer
-        return torch.view_as_real(self.buffer).view(-1)
+            return engine.allreduce(self.buffer, Reduction.SUM)
+        return engine.allreduce(torch.view_as_real(self.buffer).view(-1), Reduction.SUM)
 
 
 class Guard:
@@ -207,6 +221,17 @@ class Lane:
         self.streams: set[torch.cuda.Stream] = set()
 
 
+def _factor(scale: float, dtype: torch.dtype) -> Tensor | None:
+    """As a tensor on the CPU: a float would be made into one at each multiplication.
+
+    Of the gradients' dtype where that is exact enough: it takes half the time of a conversion.
+    """
+    if scale == 1.0:
+        return None
+    exact = dtype if dtype in (torch.float32, torch.float64) else torch.float64
+    return torch.tensor(scale, dtype=exact, device="cpu")
+
+
 def _participants(bucket: Bucket) -> Tensor:
     """How many ranks had part in the pass that came back with ``bucket``."""
     guard = bucket.buffer[bucket.plan.guard : bucket.plan.guard + GUARDS]
@@ -218,10 +243,10 @@ class Reducer:
 
     ``engines`` and ``dtypes`` are looked up by the names that the plan uses for devices and
     dtypes. A result is ``post_scale`` times the sum of ``scale`` times each rank's gradient;
-    ``reduced_scale`` takes the place of ``scale`` for a gradient that is a result already. With
-    ``codec`` the scaled gradients of a bucket travel as it encodes them. ``average_over``, when
-    it is not 0, is the number of ranks that ``scale`` divides by, to be corrected to the number of
-    those that took part.
+    ``reduced_scale`` takes the place of ``scale`` for a gradient that is a result already.
+    ``exchanges`` has for each bucket what sums it in another form, or ``None``. ``average_over``,
+    when it is not 0, is the number of ranks that ``scale`` divides by, to be corrected to the
+    number of those that took part.
     """
 
     def __init__(
@@ -233,14 +258,11 @@ class Reducer:
         scale: float,
         reduced_scale: float,
         post_scale: float = 1.0,
-        codec: Codec | None = None,
+        exchanges: Sequence[Exchange | None] | None = None,
         average_over: int = 0,
     ) -> None:
         self.plan = plan
         self._average_over = average_over
-        # As a tensor: a float would be made into one at each multiplication.
-        factor = torch.tensor(scale, dtype=torch.float64, device="cpu")
-        self._factor = None if scale == 1.0 else factor
         self._scale = scale
         self._share = reduced_scale / scale
         """What a result is multiplied by to become this rank's gradient again."""
@@ -248,11 +270,13 @@ class Reducer:
         self._lanes = {name: Lane(device, engine) for name, (device, engine) in engines.items()}
         self._buckets: list[Bucket] = []
         entries: dict[int, Entry] = {}
-        for bucket_plan in plan.buckets:
+        chosen = exchanges or [None] * len(plan.buckets)
+        for bucket_plan, exchange in zip(plan.buckets, chosen, strict=True):
             lane = self._lanes[bucket_plan.device]
             specs = [plan.parameters[slot.index] for slot in bucket_plan.slots]
             layouts = [(spec.shape, spec.stride) for spec in specs]
-            bucket = Bucket(bucket_plan, dtypes[bucket_plan.dtype], layouts, lane, codec)
+            bucket = Bucket(bucket_plan, dtypes[bucket_plan.dtype], layouts, lane, exchange)
+            bucket.factor = _factor(scale, bucket.buffer.dtype)
             lane.buckets.append(bucket)
             self._buckets.append(bucket)
             entries.update(
@@ -264,6 +288,8 @@ class Reducer:
         self._step = 0
         self._pass = 0
         self._guard = Guard()
+        self._late: list[Entry] = []
+        """Those with something that came after their bucket had left."""
         self.adds_late = False
         """Whether gradients can come after their bucket has left: backward inside backward."""
 
@@ -278,10 +304,25 @@ class Reducer:
             bucket.missing = len(bucket.entries)
             bucket.work = None
 
-    def spare_kept(self) -> None:
-        """Before a pass: leave alone what the script keeps of the results of earlier ones."""
+    def adopt(self, other: Reducer) -> None:
+        """Take over where ``other`` is, a reducer of the same parameters that is between passes."""
+        other._guard.settle()
+        self._guard.differ = other._guard.differ
+        self.adds_late = other.adds_late
+        for mine, theirs in zip(self.entries, other.entries, strict=True):
+            mine.present, mine.reduced = theirs.present, theirs.reduced
+            if mine.present:
+                mine.place.copy_(theirs.view)
         for bucket in self._buckets:
-            bucket.spare_kept()
+            bucket.all_present = all(entry.present for entry in bucket.entries)
+
+    def spare_kept(self, gradient_of: GradientOf) -> None:
+        """Before a pass: leave alone what the script keeps of the results of earlier ones.
+
+        ``gradient_of(index)`` is what a parameter has for its gradient now.
+        """
+        for bucket in self._buckets:
+            bucket.spare_kept(gradient_of)
 
     def put(self, index: int, gradient: Tensor) -> None:
         """Take this rank's gradient of a parameter; its bucket may leave.
@@ -293,7 +334,7 @@ class Reducer:
         entry = self.entries[index]
         bucket = entry.bucket
         if bucket.work is not None:
-            entry.late = gradient if entry.late is None else entry.late.add_(gradient)
+            self._put_late(entry, gradient)
             return
         if entry.filled_in == self._pass:
             entry.place.add_(gradient, alpha=self._scale)
@@ -305,10 +346,18 @@ class Reducer:
         if not bucket.missing:
             self._advance(bucket.lane)
 
+    def _put_late(self, entry: Entry, gradient: Tensor) -> None:
+        if entry.late is None:
+            entry.late = gradient
+            self._late.append(entry)
+        else:
+            entry.late.add_(gradient)
+
     def _fill(self, entry: Entry, gradient: Tensor) -> None:
         entry.filled_in = self._pass
-        if self._factor is not None:
-            torch.mul(gradient, self._factor, out=entry.place)
+        factor = entry.bucket.factor
+        if factor is not None:
+            torch.mul(gradient, factor, out=entry.place)
         elif gradient.data_ptr() != entry.address:
             entry.place.copy_(gradient)
 
@@ -331,27 +380,25 @@ class Reducer:
                 if stream != current:
                     current.wait_stream(stream)
         bucket.left_at = time.perf_counter()
-        bucket.work = lane.engine.allreduce(bucket.wire(), Reduction.SUM)
+        bucket.work = bucket.leave()
         if events.wanted(events.BucketLeft):
             events.emit(events.BucketLeft(f"bucket {bucket.plan.number}", bucket.left_at))
 
-    def flush(self, gradient_of: Callable[[int], Tensor | None]) -> None:
+    def flush(self, gradient_of: GradientOf) -> None:
         """Let the rest go. ``gradient_of(index)`` is what there is for a parameter not put yet.
 
         A gradient that is the result of an earlier pass is contributed again; for ``None`` zeros
         are.
         """
-        again = False
         for bucket in self._buckets:
-            if bucket.work is None:
-                self._complete(bucket, gradient_of)
-            again = again or any(entry.late is not None for entry in bucket.entries)
-            if bucket is self._last and again:
+            if bucket.work is not None:
+                continue
+            self._complete(bucket, gradient_of)
+            if bucket is self._last and self._late:
                 bucket.tail[-1] = 1
-            if bucket.work is None:
-                self._leave(bucket)
+            self._leave(bucket)
 
-    def _complete(self, bucket: Bucket, gradient_of: Callable[[int], Tensor | None]) -> None:
+    def _complete(self, bucket: Bucket, gradient_of: GradientOf) -> None:
         bucket.tail.copy_(bucket.tails[self._step])
         if not bucket.missing:
             return
@@ -376,12 +423,13 @@ class Reducer:
         """
         self._collect(wait_for)
         while self._some_rank_added():
-            for entry in self.entries:
-                if entry.late is not None:
-                    self.divide(entry)
-                    entry.view.add_(entry.late)
-                    entry.late = None
-                    entry.present = True
+            for entry in self._late:
+                assert entry.late is not None
+                self.divide(entry)
+                entry.view.add_(entry.late)
+                entry.late = None
+                entry.present = True
+            self._late.clear()
             self.begin(self._step)
             self.flush(lambda index: self.entries[index].result())
             self._collect(wait_for)
@@ -398,8 +446,6 @@ class Reducer:
         for bucket in self._buckets:
             assert bucket.work is not None
             wait_for(bucket.work, bucket.plan.number)
-            if bucket.encoding is not None:
-                bucket.encoding.decode()
         return any(_participants(bucket) != 0 for bucket in self._buckets[:1])
 
     def _collect(self, wait_for: WaitFor) -> None:
@@ -408,8 +454,6 @@ class Reducer:
             wait_for(bucket.work, bucket.plan.number)
             if events.wanted(events.CollectiveFinished):
                 self._tell(bucket)
-            if bucket.encoding is not None:
-                bucket.encoding.decode()
             if self._post_scale != 1.0:
                 bucket.buffer[: bucket.plan.payload].mul_(self._post_scale)
             if self._average_over:
@@ -436,6 +480,11 @@ class Reducer:
         if last is None or (last.on_gpu and not self.adds_late):
             return False
         return bool(last.tail[-1].item() != 0)
+
+    @property
+    def participants(self) -> int:
+        """How many ranks had part in the last pass. Reading it from a GPU stops the host."""
+        return round(_participants(self._buckets[0]).item()) if self._buckets else 0
 
     @property
     def steps_differ(self) -> bool:
