@@ -56,6 +56,7 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python bench/launch.py
 	$(BIN)/python bench/step.py
+	$(BIN)/python bench/autotune.py
 	$(BIN)/python bench/negotiation.py
 	$(BIN)/python bench/gpu_checks.py
 

@@ -14,8 +14,15 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "settings.md"
 
 DEFAULTS = {
     "engine": "auto",
+    "hierarchical_allreduce": None,
+    "hierarchical_allgather": None,
     "bucket_bytes": 25 * MIB,
     "first_bucket_bytes": MIB,
+    "autotune": False,
+    "autotune_log": None,
+    "autotune_warmup_samples": 3,
+    "autotune_steps_per_sample": 5,
+    "autotune_compression": "none",
     "start_timeout": 120.0,
     "stall_warning": 60.0,
     "stall_timeout": 1800.0,
@@ -33,9 +40,22 @@ DEFAULTS = {
 READ = [
     ("FARANDOLE_ENGINE", "torch", "engine", "torch"),
     ("FARANDOLE_ENGINE", " Threads ", "engine", "threads"),
+    ("FARANDOLE_HIERARCHICAL_ALLREDUCE", "1", "hierarchical_allreduce", True),
+    ("HOROVOD_HIERARCHICAL_ALLREDUCE", "0", "hierarchical_allreduce", False),
+    ("FARANDOLE_HIERARCHICAL_ALLGATHER", "0", "hierarchical_allgather", False),
+    ("HOROVOD_HIERARCHICAL_ALLGATHER", "1", "hierarchical_allgather", True),
     ("FARANDOLE_BUCKET_BYTES", "0", "bucket_bytes", 0),
     ("HOROVOD_FUSION_THRESHOLD", "134217728", "bucket_bytes", 134217728),
     ("FARANDOLE_FIRST_BUCKET_BYTES", "4096", "first_bucket_bytes", 4096),
+    ("FARANDOLE_AUTOTUNE", "1", "autotune", True),
+    ("HOROVOD_AUTOTUNE", "0", "autotune", False),
+    ("FARANDOLE_AUTOTUNE_LOG", "log", "autotune_log", "log"),
+    ("HOROVOD_AUTOTUNE_LOG", "log.csv", "autotune_log", "log.csv"),
+    ("FARANDOLE_AUTOTUNE_WARMUP_SAMPLES", "0", "autotune_warmup_samples", 0),
+    ("HOROVOD_AUTOTUNE_WARMUP_SAMPLES", "2", "autotune_warmup_samples", 2),
+    ("FARANDOLE_AUTOTUNE_STEPS_PER_SAMPLE", "1", "autotune_steps_per_sample", 1),
+    ("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "10", "autotune_steps_per_sample", 10),
+    ("FARANDOLE_AUTOTUNE_COMPRESSION", "bf16", "autotune_compression", "bf16"),
     ("FARANDOLE_START_TIMEOUT", "2.5", "start_timeout", 2.5),
     ("HOROVOD_START_TIMEOUT", "30", "start_timeout", 30.0),
     ("FARANDOLE_STALL_WARNING", "0", "stall_warning", 0.0),
@@ -61,6 +81,7 @@ READ = [
 
 REFUSED = [
     ("FARANDOLE_ENGINE", "mpi"),
+    ("HOROVOD_HIERARCHICAL_ALLREDUCE", "2"),
     ("FARANDOLE_BUCKET_BYTES", "-1"),
     ("FARANDOLE_BUCKET_BYTES", "25MB"),
     ("FARANDOLE_BUCKET_BYTES", "1.5"),
@@ -127,12 +148,9 @@ def test_our_own_variable_wins_over_horovods(knob: Knob) -> None:
     ours, *theirs = knob.variables
     assert ours.startswith("FARANDOLE_")
     assert all(each.startswith("HOROVOD_") for each in theirs)
-    text = {"network_interface": "eth3", "log_level": "error", "timeline_mark_cycles": "1"}.get(
-        knob.name, "17"
-    )
-    other = {"network_interface": "eth4", "log_level": "info", "timeline_mark_cycles": "0"}.get(
-        knob.name, "1"
-    )
+    flag = knob.kind.accepted == "0 or 1"
+    text = {"network_interface": "eth3", "log_level": "error"}.get(knob.name, "1" if flag else "17")
+    other = {"network_interface": "eth4", "log_level": "info"}.get(knob.name, "0" if flag else "1")
     both = Settings.from_environment({**dict.fromkeys(theirs, other), ours: text})
     alone = Settings.from_environment({ours: text})
     assert getattr(both, knob.name) == getattr(alone, knob.name) != knob.default

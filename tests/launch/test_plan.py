@@ -75,6 +75,19 @@ def test_a_timeline_is_asked_for_in_the_workers_environment(folder: Path) -> Non
     }
 
 
+def test_autotuning_is_asked_for_in_the_workers_environment(folder: Path) -> None:
+    (folder / "job.yaml").write_text("command: train.py\nautotune: true\nautotune_log_file: a\n")
+    asked = {"FARANDOLE_AUTOTUNE": "1", "FARANDOLE_AUTOTUNE_LOG": str(folder / "a")}
+    assert plan.resolve(["job.yaml"]).environment == asked
+    assert plan.resolve(["train.py"], autotune=True, autotune_log_file="a").environment == asked
+    counts = {"autotune_warmup_samples": 0, "autotune_steps_per_sample": 10}
+    assert plan.resolve(["job.yaml"], **counts).environment == {  # type: ignore[arg-type]
+        **asked,
+        "FARANDOLE_AUTOTUNE_WARMUP_SAMPLES": "0",
+        "FARANDOLE_AUTOTUNE_STEPS_PER_SAMPLE": "10",
+    }
+
+
 def test_hosts_are_dealt_the_ranks(folder: Path) -> None:
     task = plan.resolve(["train.py"], hosts="10.255.0.1:2,localhost:1,10.255.0.2:2", ranks=4)
     assert [(share.host, [*share.ranks]) for share in task.hosts] == [

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from farandole.comm.engines.figures import Figures
 from farandole.launch import nvml, survey
 from farandole.launch.survey import GIB, Survey
 
 TORCH = {
     "version": "2.13.0", "cuda": "12.8", "hip": None, "gpus": 2, "gloo": True, "nccl": True,
-    "nccl version": [2, 27, 5], "mpi": False,
+    "nccl version": [2, 27, 5], "mpi": False, "no shared memory": "",
 }  # fmt: skip
 GPU = nvml.Gpu("NVIDIA H200", 141 * GIB, GIB, "PCIe 5 x16", 18, switched=True)
 GOOD = Survey(
@@ -65,3 +66,38 @@ def test_this_machine_can_be_surveyed() -> None:
     assert found.torch is not None
     assert found.cores >= 1
     assert survey.lines(found)
+
+
+FASTER = Figures("2 hosts x 2 ranks, cpu", (32 << 10, 2 << 20), (1e-3, 0.0205), (2e-3, 0.03), True)
+SLOWER = Figures("2 + 1 ranks, cpu", (32 << 10, 2 << 20), (2e-3, 0.03), (1e-3, 0.02), False)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, ["ranks on this host: shm; on GPUs: NCCL", "as measured at first use"]),
+        ({"gpus": None}, ["ranks on this host: shm\n"]),
+        (
+            {"torch": {**TORCH, "no shared memory": "no memfd."}},
+            ["torch (Gloo), since shm is not possible: no memfd."],
+        ),
+        ({"engine": "torch"}, ["torch, since FARANDOLE_ENGINE says so"]),
+        (
+            {"hierarchical_allreduce": True},
+            ["hierarchical, since hierarchical_allreduce=1 is set"],
+        ),
+        (
+            {"measured": (FASTER, SLOWER)},
+            [
+                "2 hosts x 2 ranks, cpu: hierarchical from 32 KiB (an allreduce of 2 MiB took "
+                "20.5 ms by stages, 30.0 ms flat)",
+                "2 + 1 ranks, cpu: torch (an allreduce of 2 MiB took 30.0 ms by stages",
+            ],
+        ),
+        ({"torch": None}, []),
+    ],
+)
+def test_the_choice_of_engine_is_explained(change: dict[str, object], said: list[str]) -> None:
+    text = "\n".join(survey.lines(replace(GOOD, **change)))  # type: ignore[arg-type]
+    assert all(each in text for each in said)
+    assert ("engine" in text) == bool(said)

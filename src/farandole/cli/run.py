@@ -82,6 +82,29 @@ from farandole.launch import early, job, plan
     help="Also show there when each cycle of the negotiation began.",
 )
 @click.option(
+    "--autotune",
+    is_flag=True,
+    help="Begin training with trials of other sizes of buckets, and keep the best.",
+)
+@click.option(
+    "--autotune-log-file",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Write there what was tried and chosen; a choice for the same job is used again.",
+)
+@click.option(
+    "--autotune-warmup-samples",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Samples that are thrown away before the first trial. [default: 3]",
+)
+@click.option(
+    "--autotune-steps-per-sample",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Steps of a sample. [default: 5]",
+)
+@click.option(
     "--no-fork",
     is_flag=True,
     help="Start each worker afresh instead of forking it from a process that has torch imported.",

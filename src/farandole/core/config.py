@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from farandole.core import log
@@ -48,6 +49,16 @@ class Knob:
 def environment() -> dict[str, str]:
     """A snapshot of this process's environment variables."""
     return dict(os.environ)
+
+
+def cache_folder() -> Path | None:
+    """Where this user's programs keep what they can find out again; ``None`` if there is none."""
+    variables = environment()
+    given = variables.get("XDG_CACHE_HOME", "")
+    if given.startswith("/"):
+        return Path(given) / "farandole"
+    home = variables.get("HOME", "")
+    return Path(home) / ".cache" / "farandole" if home.startswith("/") else None
 
 
 def _flag(text: str) -> bool:
@@ -92,6 +103,8 @@ _BYTES = Kind(
     int,
     lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0,
 )
+_COUNT = Kind("a whole number, at least 0", int, _BYTES.accepts)
+_POSITIVE = Kind("a whole number, at least 1", int, lambda v: _BYTES.accepts(v) and v >= 1)
 _SECONDS = Kind("a number of seconds, at least 0", float, lambda v: _is_real(v) and v >= 0)
 _SOME_SECONDS = Kind("a number of seconds above 0", float, lambda v: _is_real(v) and v > 0)
 _INTERFACE = Kind(
@@ -101,6 +114,7 @@ _INTERFACE = Kind(
 )
 _FILE = Kind("the path of a file", str, lambda v: v is None or (isinstance(v, str) and bool(v)))
 _FLAG = Kind("0 or 1", _flag, lambda v: isinstance(v, bool))
+_FLAG_OR_NONE = Kind("0 or 1", _flag, lambda v: v is None or isinstance(v, bool))
 _ADDRESS = Kind("host:port", str.strip, lambda v: v is None or _is_address(v))
 _SECRET = Kind(
     "at least 32 hexadecimal digits",
@@ -141,10 +155,26 @@ class Settings:
 
     engine: str = _knob(
         "auto",
-        _one_of("auto", "torch", "threads"),
+        _one_of("auto", "torch", "shm", "hierarchical", "threads"),
         "FARANDOLE_ENGINE",
-        meaning="What moves the tensors. `auto`: `threads` where the ranks are threads of one "
-        "process, else `torch` (NCCL for CUDA tensors, Gloo for CPU tensors).",
+        meaning="What moves the tensors; see [Engines](engines.md). `auto`: shared memory for CPU "
+        "tensors of ranks that share a host, in stages inside and across hosts where that pays, "
+        "else `torch` (NCCL for CUDA tensors, Gloo for CPU tensors).",
+    )
+    hierarchical_allreduce: bool | None = _knob(
+        None,
+        _FLAG_OR_NONE,
+        "FARANDOLE_HIERARCHICAL_ALLREDUCE",
+        "HOROVOD_HIERARCHICAL_ALLREDUCE",
+        meaning="Whether what ranks on several hosts reduce goes in stages inside and across the "
+        "hosts: always or never. Not set: where a short measurement says that it pays.",
+    )
+    hierarchical_allgather: bool | None = _knob(
+        None,
+        _FLAG_OR_NONE,
+        "FARANDOLE_HIERARCHICAL_ALLGATHER",
+        "HOROVOD_HIERARCHICAL_ALLGATHER",
+        meaning="The same for what they gather or broadcast.",
     )
     bucket_bytes: int = _knob(
         25 * MIB,
@@ -160,6 +190,45 @@ class Settings:
         "FARANDOLE_FIRST_BUCKET_BYTES",
         unit="bytes",
         meaning="Size of the bucket that leaves first: a small one starts the communication early.",
+    )
+    autotune: bool = _knob(
+        False,
+        _FLAG,
+        "FARANDOLE_AUTOTUNE",
+        "HOROVOD_AUTOTUNE",
+        meaning="Whether training begins with trials of other sizes of buckets; see "
+        "[Autotuning](tuning.md).",
+    )
+    autotune_log: str | None = _knob(
+        None,
+        _FILE,
+        "FARANDOLE_AUTOTUNE_LOG",
+        "HOROVOD_AUTOTUNE_LOG",
+        meaning="Where rank 0 writes what was tried and chosen. A choice for the same job that "
+        "stands there already is used instead of trials.",
+    )
+    autotune_warmup_samples: int = _knob(
+        3,
+        _COUNT,
+        "FARANDOLE_AUTOTUNE_WARMUP_SAMPLES",
+        "HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
+        unit="samples",
+        meaning="How many samples are taken, and thrown away, before the first trial.",
+    )
+    autotune_steps_per_sample: int = _knob(
+        5,
+        _POSITIVE,
+        "FARANDOLE_AUTOTUNE_STEPS_PER_SAMPLE",
+        "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
+        unit="steps",
+        meaning="How many steps a trial has, beside the one that brings its setting into force.",
+    )
+    autotune_compression: str = _knob(
+        "none",
+        _one_of("none", "fp16", "bf16"),
+        "FARANDOLE_AUTOTUNE_COMPRESSION",
+        meaning="How gradients of an optimizer without `compression` may travel if that is faster. "
+        "`none`: only as they are.",
     )
     start_timeout: float = _knob(
         120.0,

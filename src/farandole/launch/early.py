@@ -22,7 +22,8 @@ HOSTS = frozenset(["-H", "--hosts", "--hostfile"])
 
 VALUED = HOSTS | {
     "-np", "-n", "--env", "--output-dir", "--start-timeout", "--grace", "--remote-python", "--ssh",
-    "--timeline-filename",
+    "--timeline-filename", "--autotune-log-file", "--autotune-warmup-samples",
+    "--autotune-steps-per-sample",
 }  # fmt: skip
 """The options of ``farandole run`` that take a value: what follows them is no program."""
 

@@ -35,6 +35,10 @@ def resolve(
     grace: float | None = None,
     timeline_filename: str | None = None,
     timeline_mark_cycles: bool = False,
+    autotune: bool = False,
+    autotune_log_file: str | None = None,
+    autotune_warmup_samples: int | None = None,
+    autotune_steps_per_sample: int | None = None,
     no_fork: bool = False,
     dry_run: bool = False,
     verbose: bool = False,
@@ -59,6 +63,14 @@ def resolve(
         variables["FARANDOLE_TIMELINE"] = os.path.abspath(timeline)
     if timeline_mark_cycles or (spec and spec.timeline_mark_cycles):
         variables["FARANDOLE_TIMELINE_MARK_CYCLES"] = "1"
+    log = autotune_log_file or (spec.autotune_log_file if spec else None)
+    tuning = {
+        "AUTOTUNE": 1 if autotune or (spec and spec.autotune) else None,
+        "AUTOTUNE_LOG": log and os.path.abspath(log),
+        "AUTOTUNE_WARMUP_SAMPLES": autotune_warmup_samples,
+        "AUTOTUNE_STEPS_PER_SAMPLE": autotune_steps_per_sample,
+    }
+    variables |= {f"FARANDOLE_{n}": str(each) for n, each in tuning.items() if each is not None}
     settings = Settings.from_environment({**current_environment(), **variables})
     ranks = ranks or (spec.ranks if spec else None)
     if spec and not (hosts or hostfile):

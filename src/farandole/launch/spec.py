@@ -45,6 +45,10 @@ class JobSpec(BaseModel):
     """File in which every rank's doings are recorded. Default: none."""
     timeline_mark_cycles: bool = False
     """Whether that file shows the cycles of the negotiation."""
+    autotune: bool = False
+    """Whether training begins with trials of other sizes of buckets."""
+    autotune_log_file: Annotated[str | None, Field(min_length=1)] = None
+    """File for what was tried and chosen; a choice in it is used again. Default: none."""
     fork: bool = True
     """Whether workers may be forked from a process that has torch imported."""
 
