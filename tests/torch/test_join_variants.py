@@ -31,7 +31,6 @@ def test_compressed_gradients():
             optimizer.step()
             optimizer.zero_grad()
         last = hvd.join()
-        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
         hvd.shutdown()
         return last, weights(model)
 
@@ -49,6 +48,26 @@ def test_compressed_gradients():
         optimizer.zero_grad()
     for ours, theirs in zip(results[0][1], weights(model), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.powersgd(1), hvd.Compression.topk(0.2)])
+def test_compression_that_remembers_on_a_rank_that_joins_before_its_first_step(compression):
+    counts = ((0, 3), (2, 2), (4, 0))
+
+    def rank_function(rank):
+        hvd.init()
+        model = fill(nn.Linear(3, 4))
+        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), compression=compression)
+        for epoch in counts:
+            for number in range(epoch[rank]):
+                model(batch(rank, number)).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            hvd.join()
+        hvd.shutdown()
+        return weights(model)
+
+    assert_equal_bits(run_threads(2, rank_function))
 
 
 def test_adasum():

@@ -880,6 +880,32 @@ def test_a_backward_pass_in_a_hook_of_the_users(op):
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_a_gradient_that_is_all_the_script_keeps(op):
+    """No view of it, nor of another gradient of its bucket, gives it away."""
+
+    def rank_function(rank):
+        one = parameter(1.0)
+        optimizer = wrapped([one], op=op)
+        kept = []
+        for step in range(4):
+            (one * (rank + step)).sum().backward()
+            kept.append(one.grad)
+            optimizer.zero_grad()
+        whole = SIZE if op == hvd.Sum else 1
+        assert [each.tolist() for each in kept] == [[whole * (0.5 + step)] * 3 for step in range(4)]
+
+        del kept[:]
+        addresses = set()
+        for _ in range(3):
+            (one * rank).sum().backward()
+            addresses.add(one.grad.data_ptr())
+            optimizer.zero_grad(set_to_none=False)
+        assert len(addresses) == 1  # still the parameter's gradient: nothing allocated
+
+    ranks(rank_function)
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 def test_gradients_that_the_script_keeps(op):
     """As methods do that compare the gradients of several losses or steps."""
 

@@ -131,6 +131,20 @@ def test_broadcast_optimizer_state(name, dressed):
     assert_equal_bits(ranks(rank_function))
 
 
+def test_state_can_be_loaded_between_steps():
+    def rank_function(rank):
+        model = fill(nn.Linear(3, 2), rank)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1 + rank))
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+        return optimizer.param_groups[0]["lr"]
+
+    assert ranks(rank_function) == [1.1] * 3
+
+
 def test_state_that_only_others_have_goes():
     def rank_function(rank):
         model = make_model()

@@ -55,7 +55,7 @@ def test_all_ranks_are_in_the_file_that_start_timeline_names(tmp_path: Path) -> 
         spans = names(path, rank, "allreduce.loss")
         assert spans[:2] == ["NEGOTIATE_ALLREDUCE"] * 2
         assert spans[2] == spans[-1] == "ALLREDUCE"
-        assert "GLOO_ALLREDUCE" in spans
+        assert "SHM_ALLREDUCE" in spans
         found = rows(records, rank)
         assert [record["name"] for record in found["steps"]] == ["STEP"] * 3
         assert len(found["gradients: bucket 0"]) == 2 * 3
@@ -75,7 +75,7 @@ def test_the_settings_name_a_file_for_the_whole_run(tmp_path: Path) -> None:
 
     run_processes(2, rank_function)
     for rank in (0, 1):
-        assert "GLOO_ALLREDUCE" in names(path, rank, "allreduce.loss")
+        assert "SHM_ALLREDUCE" in names(path, rank, "allreduce.loss")
         assert "cycles" not in rows(read(path), rank)
 
 

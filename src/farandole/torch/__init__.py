@@ -17,6 +17,7 @@ from __future__ import annotations
 from farandole.comm.ops import Op
 from farandole.core.errors import CollectiveError as HorovodInternalError
 from farandole.torch import mpi_ops
+from farandole.torch.backend.register import register as _register_backend
 from farandole.torch.builds import (
     ccl_built,
     cuda_built,
@@ -41,11 +42,11 @@ from farandole.torch.collectives import (
     broadcast_async_,
     grouped_allgather,
     grouped_allgather_async,
-    join,
 )
 from farandole.torch.compression import Compression
 from farandole.torch.data import DataLoader
 from farandole.torch.handles import poll, synchronize
+from farandole.torch.joining import join
 from farandole.torch.objects import allgather_object, broadcast_object
 from farandole.torch.optimizer import DistributedOptimizer
 from farandole.torch.process_sets import (
@@ -90,6 +91,8 @@ Adasum = Op.ADASUM
 Min = Op.MIN
 Max = Op.MAX
 Product = Op.PRODUCT
+
+_register_backend()
 
 __all__ = [
     "Adasum",

@@ -61,6 +61,20 @@ class Channel:
         """
         return self._process_set.group_in(self._root.current)
 
+    def is_of(self, ref: groups.GroupRef) -> bool:
+        """Whether it was used or claimed, and is shared with other ranks of ``ref`` now."""
+        if self._ref is not ref or self._number is None:
+            return False
+        if self._process_set.process_set_id is None:
+            return False  # not registered any more
+        group = self.group
+        return group is not None and group.size > 1
+
+    @property
+    def set_number(self) -> int:
+        """The number of the process set, alike on all ranks."""
+        return self._process_set.process_set_id or 0
+
     @property
     def number(self) -> int:
         """Unique within the group and alike on all ranks; 0 for a copy that was not used yet."""

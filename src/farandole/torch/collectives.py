@@ -4,9 +4,9 @@ Here are those that move data; :mod:`farandole.torch.reductions` has those that 
 
 The ranks' calls of one kind and ``name`` pair up, in whatever order each rank makes them; calls
 without a name pair up with each other, in their order. The same name may be used again once the
-collective before has begun, else ``UsageError``. Calls that do not fit each other raise the same
-``MismatchError`` on every rank, and the job stays usable; a lost rank raises ``PeerLost``, a
-missing one ``StallError``; all three are a ``HorovodInternalError``. Arguments that cannot work
+data of the collective before has moved, else ``UsageError``. Calls that do not fit each other raise
+the same ``MismatchError`` on every rank, and the job stays usable; a lost rank raises ``PeerLost``,
+a missing one ``StallError``; all three are a ``HorovodInternalError``. Arguments that cannot work
 raise ``UsageError``, a ``ValueError``, on the calling rank at once, and before ``init()``
 ``NotInitializedError``, a ``ValueError`` too.
 
@@ -19,14 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from farandole.torch import differentiable
 from farandole.torch.differentiable import record
 from farandole.torch.handles import register
 from farandole.torch.process_sets import ProcessSet, global_process_set, root_within
-from farandole.torch.session import current
 
 Splits = Sequence[int] | Tensor
 
@@ -222,26 +220,3 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         hvd.barrier()
     """
     process_set.group().barrier(name="barrier")
-
-
-def join(device: int = -1) -> int:
-    """Say that this rank has no more data, and wait until every rank has said so.
-
-    Until then the other ranks' allreduces, and the reductions of ``DistributedOptimizer``, get
-    zeros from this rank: zeros for every ``op``, and an average still divides by all ranks
-    (``FARANDOLE_JOIN_AVERAGE=participants`` divides by those that took part). Any other collective
-    of theirs raises ``MismatchError``. ``device`` is the index of the GPU where the zeros for CUDA
-    tensors are made; -1 is the current one.
-
-    Returns the rank that joined last, on every rank: it has seen the most data.
-
-    Example::
-
-        for batch in batches_of_this_rank:      # more on some ranks than on others
-            train_step(batch)
-        last = hvd.join()
-        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
-    """
-    if device >= 0 and torch.cuda.is_available():
-        return current().join(torch.device("cuda", device))
-    return current().join()

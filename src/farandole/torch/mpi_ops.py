@@ -33,10 +33,10 @@ from farandole.torch.collectives import (
     broadcast_async_,
     grouped_allgather,
     grouped_allgather_async,
-    join,
 )
 from farandole.torch.compression import Compression
 from farandole.torch.handles import poll, synchronize
+from farandole.torch.joining import join
 from farandole.torch.process_sets import (
     ProcessSet,
     add_process_set,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
@@ -16,13 +17,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from farandole.comm.codec import Codec
+from farandole.comm.group import GroupRef
 from farandole.comm.ops import Op
 from farandole.core import events
 from farandole.core.errors import UnsupportedError, UsageError, UsageTypeError
 from farandole.torch import channel as channels
 from farandole.torch import options
 from farandole.torch.agreement import Terms
-from farandole.torch.compression import Compression, Compressor
+from farandole.torch.compression import Compressing, Compression
 from farandole.torch.deltas import Deltas
 from farandole.torch.gradients import Gradients
 from farandole.torch.process_sets import ProcessSet, global_process_set
@@ -40,7 +43,7 @@ SYNCHRONIZED_TWICE = (
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: OptimizerT,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: Compressing = Compression.none,
     backward_passes_per_step: int = 1,
     op: Op = Op.AVERAGE,
     gradient_predivide_factor: float = 1.0,
@@ -68,8 +71,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         optimizer: any ``torch.optim.Optimizer``, with any floating-point or complex parameters.
         named_parameters: ``model.named_parameters()``, for readable messages. Must then name every
             parameter of ``optimizer``.
-        compression: how gradients travel: ``Compression.none``, ``fp16`` or ``bf16``. They are
-            scaled before, and have the parameter's dtype again after.
+        compression: how gradients travel: one of ``Compression``. They are scaled before, and
+            have the parameter's dtype again after. What ``int8``, ``powersgd`` and ``topk`` leave
+            unsent stays on the rank until a later step, and is in no ``state_dict()``.
         backward_passes_per_step: gradients are summed locally over this many backward passes and
             travel with the last one. ``step()`` in between does nothing, and ``zero_grad()`` after
             it keeps the gradients. A script that calls ``step()`` once after several backward
@@ -111,7 +115,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         passes_per_step=options.check_passes(backward_passes_per_step),
         predivide=options.check_predivide(gradient_predivide_factor, op),
         sparse_as_dense=sparse_as_dense,
-        compression=options.check_compression(compression),
+        compression=options.check_compression(compression, op),
         process_set=process_set,
         names=options.check_names(optimizer, named_parameters),
         families=options.families(optimizer, options.check_groups(groups, num_groups)),
@@ -125,6 +129,7 @@ class _Attachment:
 
     wrapped: Optimizer
     chosen: options.Options
+    channel: channels.Channel
     gradients: Gradients
     label: str
     deltas: Deltas | None
@@ -133,6 +138,8 @@ class _Attachment:
     """Whether ``synchronize()`` was called since the last step."""
     skips: bool = False
     """Whether the script is inside of ``skip_synchronize()``."""
+    steps_before: int = 0
+    """Steps that were applied when the ranks last joined."""
 
 
 class Distributed(Optimizer):
@@ -240,13 +247,22 @@ class Distributed(Optimizer):
         held.gradients.change_passes(passes)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the wrapped class does; begins a new group of passes."""
-        held = self._farandole
-        held.gradients.discard()
+        """As the wrapped class does; begins a new group of passes.
+
+        What compression has not sent yet belonged to the state before, and is forgotten.
+        """
+        gradients = self._farandole.gradients
+        gradients.discard()
+        gradients.forget_errors()
+        self._adopt(state_dict)
+        gradients.accumulation.reset()
+
+    def _adopt(self, state_dict: dict[str, Any]) -> None:
+        """Load it in the midst of a group of passes."""
         super().load_state_dict(state_dict)
-        held.wrapped.state = self.state
-        held.wrapped.param_groups = self.param_groups
-        held.gradients.accumulation.reset()
+        wrapped = self._farandole.wrapped
+        wrapped.state = self.state
+        wrapped.param_groups = self.param_groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the wrapped class does. On all ranks alike, before the same step."""
@@ -291,11 +307,25 @@ def _dress(optimizer: OptimizerT, chosen: options.Options, channel: channels.Cha
         ),
     )
     adasum = chosen.op is Op.ADASUM
-    deltas = Deltas(channel, label, chosen.compression) if adasum else None
-    dressed._farandole = _Attachment(optimizer, chosen, gradients, label, deltas)
+    deltas = Deltas(channel, label, cast(Codec, chosen.compression)) if adasum else None
+    dressed._farandole = _Attachment(optimizer, chosen, channel, gradients, label, deltas)
     gradients.hook()
     weakref.finalize(dressed, gradients.unhook)
+    with _lock:
+        _alive.add(dressed)
     return cast(OptimizerT, dressed)
+
+
+_alive: weakref.WeakSet[Distributed] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def optimizers_of(ref: GroupRef) -> list[Distributed]:
+    """Those of this rank that share gradients with other ranks of ``ref``, in the ranks' order."""
+    with _lock:
+        alive = list(_alive)
+    sharing = [each for each in alive if each._farandole.channel.is_of(ref)]
+    return sorted(sharing, key=lambda each: each._farandole.channel.order)
 
 
 def _by_parameter(pairs: Iterable[tuple[Tensor, ValueT]]) -> MutableMapping[Tensor, ValueT]:

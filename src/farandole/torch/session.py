@@ -105,11 +105,14 @@ def shutdown() -> None:
     _leave(None)
 
 
+def reason_of_end() -> str | None:
+    """The error with which this process ends, if it does; for the other ranks to quote."""
+    error = getattr(sys, "last_value", None)  # what Python has printed as the program's end
+    return None if error is None else "".join(traceback.format_exception_only(error)).strip()
+
+
 def _leave_at_exit() -> None:
-    # Python keeps what it has printed as the end of the program: the other ranks quote it.
-    error = getattr(sys, "last_value", None)
-    summary = None if error is None else "".join(traceback.format_exception_only(error)).strip()
-    _leave(summary)
+    _leave(reason_of_end())
 
 
 def _leave(reason: str | None) -> None:

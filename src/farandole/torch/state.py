@@ -57,7 +57,7 @@ def broadcast_parameters(
             ),
             ranks=group.members,
         )
-    _broadcast(group, [tensor for _, tensor in named], root_rank, "parameters")
+    give_tensors(group, [tensor for _, tensor in named], root_rank, "parameters")
 
 
 def _named(
@@ -98,7 +98,7 @@ def _spec(name: str, tensor: Tensor) -> plans.ParameterSpec:
     )
 
 
-def _broadcast(group: Group, tensors: Sequence[Tensor], root_rank: int, name: str) -> None:
+def give_tensors(group: Group, tensors: Sequence[Tensor], root_rank: int, name: str) -> None:
     """Overwrite ``tensors``, which are alike on all ranks, a piece at a time."""
     root = root_within(group, root_rank)
     by_device: dict[torch.device, list[Tensor]] = {}
@@ -158,24 +158,37 @@ def broadcast_optimizer_state(
         )
     group = process_set.group()
     _compare(group, optimizer)
+    state = give_state(group, optimizer, root_rank, "optimizer state")
+    if state is not None:
+        optimizer.load_state_dict(state)
+    else:
+        state = optimizer.state_dict()
+    if not state["state"] and not isinstance(optimizer, torch.optim.SparseAdam):
+        for parameter in parameters_of(optimizer):
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def give_state(
+    group: Group, optimizer: Optimizer, root_rank: int, name: str
+) -> dict[str, Any] | None:
+    """The ``state_dict()`` of rank ``root_rank``'s optimizer, on all ranks but that one."""
     tensors: list[Tensor] = []
     outline: Any = None
     is_root = group.rank == root_within(group, root_rank)
     if is_root:
         outline = _without_tensors(optimizer.state_dict(), tensors)
-    outline = broadcast_in(group, outline, root_rank, "optimizer state")
+    outline = broadcast_in(group, outline, root_rank, name)
     if not is_root:
         tensors = [
             torch.empty(hole.shape, dtype=hole.dtype, device=hole.device)
             for hole in _holes(outline)
         ]
-    _broadcast(group, tensors, root_rank, "optimizer state")
-    if not is_root:
-        optimizer.load_state_dict(_with_tensors(outline, tensors))
-    if not outline["state"] and not isinstance(optimizer, torch.optim.SparseAdam):
-        for parameter in parameters_of(optimizer):
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+    give_tensors(group, tensors, root_rank, name)
+    if is_root:
+        return None
+    state: dict[str, Any] = _with_tensors(outline, tensors)
+    return state
 
 
 def _compare(group: Group, optimizer: Optimizer) -> None:

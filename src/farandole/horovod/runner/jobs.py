@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 
@@ -12,6 +13,9 @@ from farandole.horovod.runner.options import Arguments, environment_of, without_
 from farandole.launch import early, plan
 from farandole.launch.task import Task
 
+DISCOVERY_LIMIT = 60.0
+"""Seconds that a script which names the hosts may take."""
+
 
 def task_of(arguments: Arguments, say: Callable[[str], None] | None = None) -> Task:
     """The task that arguments ask for.
@@ -20,11 +24,12 @@ def task_of(arguments: Arguments, say: Callable[[str], None] | None = None) -> T
     ``UsageError`` says what is wrong with them.
     """
     say = say or _say
+    hosts = arguments.hosts
     if arguments.host_discovery_script:
-        raise UsageError(
-            "--host-discovery-script: the number of ranks cannot change during a job here. Name "
-            "the hosts with -H or --hostfile."
-        )
+        if hosts or arguments.hostfile:
+            raise UsageError("Name hosts by --host-discovery-script, -H or --hostfile: by one.")
+        hosts = discover(arguments.host_discovery_script, arguments.slots)
+        say(f"--host-discovery-script is asked once, for the job has a fixed size: {hosts}.")
     for line in without_effect(arguments, current_environment()):
         say(line)
     program = list(arguments.command or ())
@@ -37,7 +42,7 @@ def task_of(arguments: Arguments, say: Callable[[str], None] | None = None) -> T
         ranks=arguments.num_proc,
         env=[f"{name}={text}" for name, text in _variables(arguments, say).items()],
         output_dir=arguments.output_filename,
-        hosts=arguments.hosts,
+        hosts=hosts,
         hostfile=arguments.hostfile,
         ssh=_ssh(arguments),
         start_timeout=arguments.start_timeout,
@@ -52,6 +57,35 @@ def agent_for(task: Task) -> early.Agent:
     ]
     how = [] if task.fork else ["--no-fork"]
     return early.start_agent([*how, "-np", str(task.size), *given, *task.program.argv])
+
+
+def discover(script: str, slots: int | None) -> str:
+    """The hosts that ``script`` prints, one a line, in the syntax of ``-H``.
+
+    A host without a number of slots has ``slots``. ``UsageError`` when the script fails.
+    """
+    try:
+        done = subprocess.run(
+            shlex.split(script),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=DISCOVERY_LIMIT,
+        )
+    except OSError as error:
+        raise UsageError(f"--host-discovery-script {script}: {error.strerror}.") from None
+    except subprocess.TimeoutExpired:
+        limit = f"{DISCOVERY_LIMIT:g}"
+        raise UsageError(f"--host-discovery-script {script} did not end in {limit} s.") from None
+    if done.returncode != 0:
+        raise UsageError(
+            f"--host-discovery-script {script} failed with exit code {done.returncode}: "
+            f"{done.stderr.strip()}"
+        )
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    if not lines:
+        raise UsageError(f"--host-discovery-script {script} names no host.")
+    return ",".join(f"{line}:{slots}" if slots and ":" not in line else line for line in lines)
 
 
 def _ssh(arguments: Arguments) -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _NO_MPI = "Farandole has no MPI in it; to start ranks by mpirun, write `mpirun ... python ...`"
-_NO_TUNER = "nothing is tuned"
+_NO_BAYES = "the search has a number of samples of its own and no model of the noise"
 _OWN_ALGORITHM = "the engine chooses its algorithm by itself"
 _FIXED_SIZE = "the job has the fixed size -np"
 
@@ -115,37 +115,44 @@ OPTIONS: tuple[Option, ...] = (
     ),
     _switch(
         "hierarchical_allreduce", "params", "hierarchical_allreduce",
-        "HOROVOD_HIERARCHICAL_ALLREDUCE", why_not=_OWN_ALGORITHM,
+        "HOROVOD_HIERARCHICAL_ALLREDUCE",
+        help="reduce in stages inside and across hosts: always or never [default: if it pays]",
     ),
     _switch(
         "hierarchical_allgather", "params", "hierarchical_allgather",
-        "HOROVOD_HIERARCHICAL_ALLGATHER", why_not=_OWN_ALGORITHM,
+        "HOROVOD_HIERARCHICAL_ALLGATHER", help="the same for gathering and broadcasting",
     ),
     _switch(
         "torus_allreduce", "params", "torus_allreduce", "HOROVOD_TORUS_ALLREDUCE",
         why_not=_OWN_ALGORITHM,
     ),
-    _switch("autotune", "autotune", "enabled", "HOROVOD_AUTOTUNE", why_not=_NO_TUNER),
+    _switch(
+        "autotune", "autotune", "enabled", "HOROVOD_AUTOTUNE",
+        help="begin training with trials of other sizes of buckets",
+    ),
     Option(
         name="autotune_log_file", on=("--autotune-log-file",), kind=str, section="autotune",
-        key="log_file", variable="HOROVOD_AUTOTUNE_LOG", why_not=_NO_TUNER,
+        key="log_file", variable="HOROVOD_AUTOTUNE_LOG",
+        help="file for what was tried and chosen; a choice in it is used again",
     ),
     _number(
         "autotune_warmup_samples", "--autotune-warmup-samples", "autotune", "warmup_samples",
-        "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", why_not=_NO_TUNER,
+        "HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
+        help="samples that are thrown away before the first trial [default: 3]",
     ),
     _number(
         "autotune_steps_per_sample", "--autotune-steps-per-sample", "autotune",
-        "steps_per_sample", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", why_not=_NO_TUNER,
+        "steps_per_sample", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", least=1,
+        help="steps of a sample [default: 5]",
     ),
     _number(
         "autotune_bayes_opt_max_samples", "--autotune-bayes-opt-max-samples", "autotune",
-        "bayes_opt_max_samples", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", why_not=_NO_TUNER,
+        "bayes_opt_max_samples", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", why_not=_NO_BAYES,
     ),
     _number(
         "autotune_gaussian_process_noise", "--autotune-gaussian-process-noise", "autotune",
         "gaussian_process_noise", "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", kind=float, most=1,
-        why_not=_NO_TUNER,
+        why_not=_NO_BAYES,
     ),
     Option(
         name="min_num_proc", on=("--min-np", "--min-num-proc"), kind=int, least=1,
@@ -156,8 +163,8 @@ OPTIONS: tuple[Option, ...] = (
         section="elastic", why_not=_FIXED_SIZE,
     ),
     Option(
-        name="slots", on=("--slots-per-host",), kind=int, least=1, section="elastic",
-        why_not=_FIXED_SIZE,
+        name="slots", on=("--slots-per-host",), kind=int, least=1, section="hosts",
+        help="slots of hosts that --host-discovery-script names without a number",
     ),
     Option(
         name="elastic_timeout", on=("--elastic-timeout",), kind=int, least=0, section="elastic",
@@ -248,7 +255,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="host_discovery_script", on=("--host-discovery-script",), kind=str, section="hosts",
-        help="not possible: the number of ranks cannot change during a job",
+        help="program that prints hosts, as in `node1:4`, one a line; it is asked once",
     ),
     Option(name="use_gloo", on=("--gloo",), section="controller", help="what is used anyway"),
     Option(name="use_mpi", on=("--mpi",), section="controller", why_not=_NO_MPI),
