@@ -26,7 +26,9 @@ def fresh(code: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--help", "run --help", "doctor --help", "--version"], ids=str.strip
+    "arguments",
+    ["--help", "run --help", "doctor --help", "bench --help", "bench step --help", "--version"],
+    ids=str.strip,
 )
 def test_the_command_line_imports_no_framework(arguments: str) -> None:
     loaded = fresh(

@@ -9,6 +9,7 @@ import click
 
 _COMMANDS = {
     "run": "Train on all of this machine: start a script on several ranks.",
+    "bench": "Measure Farandole and its rivals side by side on this machine.",
     "doctor": "Say what this machine offers for training, and what is missing.",
 }
 
