@@ -57,7 +57,7 @@ class Header:
     def label(self) -> str:
         """What users call it: ``allreduce "loss"``."""
         verb = f"grouped {self.operation}" if self.grouped else self.operation
-        return f'{verb} "{self.name}"' if self.name else f"unnamed {verb}"
+        return f"unnamed {verb}" if self.name is None else f'{verb} "{self.name}"'
 
     @property
     def description(self) -> str:

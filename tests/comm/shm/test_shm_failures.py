@@ -17,6 +17,7 @@ from farandole.comm.engines import registry
 from farandole.comm.engines.base import Engine, Reduction, Work
 from farandole.comm.engines.shm import driver
 from farandole.comm.engines.shm.engine import ShmEngine
+from farandole.core.clock import Deadline
 from farandole.core.errors import CollectiveError, FarandoleBug, PeerLost, ShutDownError, StallError
 from farandole.testing.ranks import process_outcomes, run_processes, take_seat
 
@@ -303,3 +304,24 @@ def test_several_threads_wait_at_once() -> None:
         return len(done)
 
     assert run_processes(2, be) == [20, 20]
+
+
+def test_what_moves_nothing_is_done_though_others_have_left() -> None:
+    """A rank leaves when all that it took part in is done, and others may be behind."""
+
+    def be(rank: int) -> None:
+        seat = take_seat()
+        engine = registry.opener("shm")(seat)
+        if rank == 1:
+            engine.close()
+            seat.store.set("left", b"")
+            return
+        seat.store.get("left", Deadline.after(10))
+        nothing = torch.ones(0)
+        engine.allreduce(nothing, Reduction.SUM).wait()
+        engine.reducescatter(nothing, nothing, [0, 0], Reduction.SUM).wait()
+        with pytest.raises(PeerLost):
+            engine.allreduce(torch.ones(1), Reduction.SUM).wait()
+        engine.close()
+
+    run_processes(2, be)

@@ -19,7 +19,7 @@ RANKS = 4
 LONGEST = 1_200_000
 """Elements of the longest tensor: more than one chunk."""
 
-SLACK = 12 << 20
+SLACK = 24 << 20
 """Bytes by which a process may grow, since its allocator keeps some of what was freed."""
 
 Begun = tuple[Work, Callable[[], bool]]

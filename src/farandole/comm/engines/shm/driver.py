@@ -97,11 +97,11 @@ class Driver:
     def begin(self, steps: Steps) -> Operation:
         """Put an operation behind those that were begun before."""
         self.check()
-        farewell = self._peers.farewell()
-        if farewell is not None:  # whoever left did not complete what has not even begun here
-            self._lose(farewell)
-            self.check()
         operation = Operation(self, steps)
+        farewell = self._peers.farewell()
+        if farewell is not None:
+            self._begin_deserted(operation, farewell)
+            return operation
         self._queue.append(operation)
         if self._driving.acquire(blocking=False):
             try:
@@ -111,6 +111,13 @@ class Driver:
         if not operation.completed:
             self._arm()
         return operation
+
+    def _begin_deserted(self, operation: Operation, farewell: str) -> None:
+        """Whoever left did not complete what has not even begun here, unless it moves nothing."""
+        with self._driving, self._mode:
+            self._step(operation)
+        if not operation.completed:
+            self._lose(farewell)
 
     def wait(self, operation: Operation, timeout: float | None) -> bool:
         """See :class:`Work`."""
