@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
 import torch.utils.data as torch_data
 
-from farandole.comm import group as groups
 from farandole.core import events
-from farandole.core.errors import MismatchError, NotInitializedError, UsageError
-from farandole.data.sharding import Deal, permutation
+from farandole.core.errors import UsageError
+from farandole.torch.dealing import Dealer, OneByOne, Pass, Ring
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -28,14 +24,16 @@ class DataLoader(torch_data.DataLoader[T_co]):
     """``torch.utils.data.DataLoader``, whose batches are dealt to the ranks.
 
     The constructor is torch's, argument for argument; ``batch_size`` is that of one rank. Before
-    ``init()`` and with a single rank the loader *is* torch's. With several ranks:
+    ``init()`` and with a single rank the loader *is* torch's, unless its :meth:`state_dict` is
+    kept. With several ranks, or then:
 
     * Every sample of a pass goes to exactly one rank, none is repeated, and all ranks get the same
       number of batches (see :mod:`farandole.data.sharding` for the last one), also with
       ``shuffle=False``: counts summed over the ranks are those of the whole data set.
     * ``shuffle=True`` walks through a new permutation at each ``iter(loader)``, the same on all
       ranks; nothing has to be called between epochs. The seed is that of ``generator``, else of
-      torch's default generator, on rank 0. A job that resumes says :meth:`set_epoch`.
+      torch's default generator, on rank 0 at the first pass; it stays. A job that resumes says
+      :meth:`load_state_dict`, or :meth:`set_epoch`.
     * ``iter(loader)`` is something all ranks do together: the first batch of a pass waits until
       every rank has asked for it. Ranks that ask for different passes, or whose data sets differ in
       length, get a ``MismatchError`` that says so.
@@ -64,17 +62,17 @@ class DataLoader(torch_data.DataLoader[T_co]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         given = _SIGNATURE.bind(self, *args, **kwargs).arguments
-        self._ring = _Ring()
-        self._dealer: _Dealer | None = None
+        self._ring = Ring()
+        self._dealer: Dealer | None = None
         self._shuffles: bool | None = None
         if isinstance(self.dataset, torch_data.IterableDataset):
             # torch guards these attributes against later assignment, not against ours here.
             vars(self)["dataset"] = _Strided(self.dataset)
         elif given.get("sampler") is None and given.get("batch_sampler") is None:
             self._shuffles = bool(given.get("shuffle"))
-            self._dealer = _Dealer(self, self._ring, shuffle=self._shuffles)
+            self._dealer = Dealer(self, self._ring, shuffle=self._shuffles)
             if self.batch_size is None:
-                vars(self)["sampler"] = _OneByOne(self._dealer)
+                vars(self)["sampler"] = OneByOne(self._dealer)
             else:
                 vars(self)["batch_sampler"] = self._dealer
             if self._ring.group() is not None:
@@ -92,159 +90,70 @@ class DataLoader(torch_data.DataLoader[T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next ``iter(loader)`` is; later ones count on from it.
 
-        Only a job that resumes needs it. All ranks must say the same.
+        Only a job that resumes without :meth:`load_state_dict` needs it. All ranks must say the
+        same.
 
         Example::
 
             loader.set_epoch(first_epoch)
         """
         if self._dealer is not None:
-            self._dealer.epoch = epoch
+            self._dealer.go_to(epoch, 0)
+
+    def state_dict(self) -> dict[str, int | None]:
+        """Where the data stands: ``epoch``, ``seed``, and how many samples of the epoch's order all
+        ranks together have been handed (``done``).
+
+        Batches that were loaded ahead and not handed out do not count. The same on all ranks when
+        all have taken equally many batches; it fits any number of ranks.
+
+        Raises ``UsageError`` for a loader with a sampler or a stream of the user's own.
+
+        Example::
+
+            torch.save({"model": model.state_dict(), "data": loader.state_dict()}, path)
+        """
+        return self._require_dealer().state()
+
+    def load_state_dict(self, state: Mapping[str, int | None]) -> None:
+        """Go on from where :meth:`state_dict` was taken: the next ``iter(loader)`` deals the rest.
+
+        All ranks must load the same; there may be more or fewer of them than then.
+
+        Example::
+
+            loader.load_state_dict(checkpoint["data"])
+            for images, labels in loader:     # the rest of that epoch
+                ...
+        """
+        self._require_dealer().load(state)
+
+    @property
+    def weight(self) -> float:
+        """What the loss of the batch that was handed out last is to be multiplied by.
+
+        A mean over a batch, weighted so and averaged over the ranks, is the mean over the samples
+        of all ranks, also where the last batches of an epoch differ by a sample. 1.0 elsewhere, and
+        for a loader with a sampler or a stream of the user's own.
+
+        Example::
+
+            for images, labels in loader:
+                loss = criterion(model(images), labels) * loader.weight
+        """
+        return 1.0 if self._dealer is None else self._dealer.latest.weight
+
+    def _require_dealer(self) -> Dealer:
+        if self._dealer is None:
+            raise UsageError(
+                "This loader has a sampler or a stream of its own, so where it stands is known to "
+                "that alone: keep the state of your sampler instead."
+            )
+        return self._dealer
 
 
 # Whoever asks for the signature, a person or a framework, finds torch's.
 functools.update_wrapper(DataLoader.__init__, torch_data.DataLoader.__init__)
-
-
-class _Ring:
-    """The ranks that share the data: found when first needed after ``init()``, then kept."""
-
-    def __init__(self) -> None:
-        self._ref: groups.GroupRef | None = None
-
-    def group(self) -> groups.Group | None:
-        """The group of now, or ``None`` while there is nobody to share with."""
-        if self._ref is None:
-            try:
-                self._ref = groups.root()
-            except NotInitializedError:
-                return None
-        if not self._ref.formed:
-            return None
-        group = self._ref.current
-        return group if group.size > 1 else None
-
-    def place(self) -> tuple[int, int]:
-        """``(rank, size)``; ``(0, 1)`` while there is nobody to share with."""
-        group = self.group()
-        return (0, 1) if group is None else (group.rank, group.size)
-
-
-class _Pass:
-    """One walk through the data; several may be under way at once."""
-
-    def __init__(self) -> None:
-        self.sizes: deque[int] = deque()
-        """Samples in each batch that was dealt and not handed out yet."""
-        self.agreeing = 0.0
-        """Seconds that went into agreeing with the other ranks."""
-
-
-class _Dealer(torch_data.BatchSampler):
-    """Yields the indices of this rank's batches.
-
-    It is iterated in the rank's own process, also when samples are loaded by others.
-    """
-
-    def __init__(self, loader: DataLoader[Any], ring: _Ring, *, shuffle: bool) -> None:
-        super().__init__(loader.sampler, loader.batch_size or 1, loader.drop_last)
-        self.epoch = 0
-        self.latest = _Pass()
-        """The pass that was begun last."""
-        self._dataset: Any = loader.dataset
-        self._generator: torch.Generator | None = loader.generator
-        self._shuffle = shuffle
-        self._ring = ring
-        self._must_divide = loader.batch_size is None
-
-    def deal(self, ranks: int) -> Deal:
-        """How the data set, at its present length, is dealt to ``ranks`` ranks."""
-        samples = len(self._dataset)
-        if self._must_divide and samples % ranks:
-            raise UsageError(
-                f"with batch_size=None the {samples} samples cannot be dealt evenly to {ranks} "
-                "ranks, and none may be repeated: give a batch_size, or a sampler of your own."
-            )
-        return Deal(
-            samples=samples, ranks=ranks, batch_size=self.batch_size, drop_last=self.drop_last
-        )
-
-    def __len__(self) -> int:
-        group = self._ring.group()
-        return super().__len__() if group is None else self.deal(group.size).batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.latest = _Pass()
-        return self._batches(self.latest)
-
-    def _batches(self, begun: _Pass) -> Iterator[list[int]]:
-        group = self._ring.group()
-        batches = super().__iter__() if group is None else self._shared(group, begun)
-        for batch in batches:
-            begun.sizes.append(len(batch))
-            yield batch
-
-    def _shared(self, group: groups.Group, begun: _Pass) -> Iterator[list[int]]:
-        deal = self.deal(group.size)
-        began = time.perf_counter()
-        seed, epoch = self._agree(group, deal), self.epoch
-        begun.agreeing += time.perf_counter() - began
-        self.epoch += 1
-        if not self._shuffle:
-            yield from (list(deal.positions(k, group.rank)) for k in range(deal.batches))
-            return
-        order = permutation(deal.samples, seed=seed, epoch=epoch)
-        for batch in range(deal.batches):
-            positions = deal.positions(batch, group.rank)
-            yield order[positions.start : positions.stop : positions.step].tolist()
-
-    def _agree(self, group: groups.Group, deal: Deal) -> int:
-        """Make sure that all ranks begin the same pass; returns the seed of rank 0.
-
-        A pass that only some ranks begin would otherwise shift the epochs between the ranks, and
-        some samples would silently be seen twice and others never.
-        """
-        generator = self._generator or torch.default_generator
-        order = f"epoch {self.epoch}, shuffled" if self._shuffle else "in order"
-        mine = {"pass": order, "deal": asdict(deal), "seed": generator.initial_seed()}
-        what = f"a pass through {deal.samples} samples ({order}) by the data loader"
-        said = [
-            json.loads(one) for one in group.agree("data", json.dumps(mine).encode(), what=what)
-        ]
-        if any((one["pass"], one["deal"]) != (mine["pass"], mine["deal"]) for one in said):
-            raise MismatchError(_describe_mismatch(said), ranks=range(group.size))
-        return int(said[0]["seed"])
-
-
-def _describe_mismatch(said: Sequence[Mapping[str, Any]]) -> str:
-    """One text, equal on all ranks, that says who begins which pass."""
-    lines = [
-        f"  rank {rank}: {one['deal']['samples']} samples in batches of "
-        f"{one['deal']['batch_size']}, {one['pass']}"
-        for rank, one in enumerate(said)
-    ]
-    return "\n".join(
-        [
-            "The ranks begin different passes through their data loaders:",
-            *lines,
-            "A farandole.torch.DataLoader deals one data set to all ranks: build it from the same "
-            "data with the same arguments everywhere, and iterate it on every rank alike. For "
-            "data of one rank only, use torch.utils.data.DataLoader.",
-        ]
-    )
-
-
-class _OneByOne(torch_data.Sampler[int]):
-    """The indices of a dealer's batches of one, for ``batch_size=None``."""
-
-    def __init__(self, dealer: _Dealer) -> None:
-        self._dealer = dealer
-
-    def __len__(self) -> int:
-        return len(self._dealer)
-
-    def __iter__(self) -> Iterator[int]:
-        return (index for batch in self._dealer for index in batch)
 
 
 class _Strided(torch_data.IterableDataset[Any]):
@@ -295,7 +204,7 @@ class _Handing(Iterator[T_co]):
         self,
         loader: DataLoader[T_co],
         batches: Any,
-        dealt: _Pass | None,
+        dealt: Pass | None,
         seconds: float,
     ) -> None:
         self._loader = loader
@@ -315,7 +224,11 @@ class _Handing(Iterator[T_co]):
         # An order of the user's own does not say whether it trains; gradients do.
         shuffles = self._loader._shuffles
         training = torch.is_grad_enabled() if shuffles is None else shuffles
-        samples = dealt.sizes.popleft() if dealt is not None else self._count(batch)
+        dealer = self._loader._dealer
+        if dealt is not None and dealer is not None:
+            samples = dealer.hand_out(dealt)
+        else:
+            samples = self._count(batch)
         events.emit(
             events.BatchLoaded(samples=samples, seconds=max(0.0, waited), training=training)
         )
