@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from farandole.core import log
+from farandole.core import faults, log
 from farandole.core.address import Address
 from farandole.core.errors import UsageError
 from farandole.core.secret import Secret
@@ -83,10 +83,12 @@ def _is_real(value: object) -> bool:
 
 
 def _is_address(value: object) -> bool:
-    if not isinstance(value, str):
-        return False
+    return isinstance(value, str) and _is_understood(Address.parse, value)
+
+
+def _is_understood(parse: Callable[[str], Any], text: str) -> bool:
     try:
-        Address.parse(value)
+        parse(text)
     except UsageError:
         return False
     return True
@@ -105,6 +107,11 @@ _BYTES = Kind(
 )
 _COUNT = Kind("a whole number, at least 0", int, _BYTES.accepts)
 _POSITIVE = Kind("a whole number, at least 1", int, lambda v: _BYTES.accepts(v) and v >= 1)
+_COUNT_OR_NONE = Kind(
+    "a whole number, at least 0",
+    int,
+    lambda v: v is None or (isinstance(v, int) and not isinstance(v, bool) and v >= 0),
+)
 _SECONDS = Kind("a number of seconds, at least 0", float, lambda v: _is_real(v) and v >= 0)
 _SOME_SECONDS = Kind("a number of seconds above 0", float, lambda v: _is_real(v) and v > 0)
 _INTERFACE = Kind(
@@ -113,6 +120,11 @@ _INTERFACE = Kind(
     lambda v: v is None or (isinstance(v, str) and bool(v) and not any(c.isspace() for c in v)),
 )
 _FILE = Kind("the path of a file", str, lambda v: v is None or (isinstance(v, str) and bool(v)))
+_FAULTS = Kind(
+    "faults such as kill:rank=1@step=30",
+    str.strip,
+    lambda v: v is None or (isinstance(v, str) and _is_understood(faults.parse, v)),
+)
 _FLAG = Kind("0 or 1", _flag, lambda v: isinstance(v, bool))
 _FLAG_OR_NONE = Kind("0 or 1", _flag, lambda v: v is None or isinstance(v, bool))
 _ADDRESS = Kind("host:port", str.strip, lambda v: v is None or _is_address(v))
@@ -303,6 +315,20 @@ class Settings:
         "FARANDOLE_SECRET",
         meaning="The job's secret, the same for all its ranks, in hexadecimal. Set by `farandole "
         "run`. Keep it out of command lines and logs.",
+    )
+    chaos: str | None = _knob(
+        None,
+        _FAULTS,
+        "FARANDOLE_CHAOS",
+        meaning="Faults to suffer, to try what a job survives: `kill:rank=1@step=30`. Set by "
+        "`farandole run --chaos`; see [Training that survives](elastic.md).",
+    )
+    worker: int | None = _knob(
+        None,
+        _COUNT_OR_NONE,
+        "FARANDOLE_WORKER",
+        meaning="The number of this process in an elastic job, whose driver says which rank it is. "
+        "Set by `farandole run --min-np`.",
     )
     timeline: str | None = _knob(
         None,
