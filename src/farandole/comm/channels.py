@@ -17,6 +17,11 @@ from farandole.core.errors import DeadlineError, FarandoleError
 from farandole.core.store import PrefixStore, Store
 from farandole.core.topology import Topology
 
+ELASTIC_LIMIT = 20.0
+"""Seconds to open an engine where a rank may be lost and training is to go on: while Gloo connects,
+nothing but its own limit can end the wait for a rank that will not come. The ranks have just agreed
+on something, so none is far."""
+
 LOOK = 0.5
 """Seconds between two looks, while opening, whether the group broke meanwhile."""
 
@@ -87,6 +92,9 @@ class Channels:
     def _open(self, path: str, device: torch.device) -> Engine:
         place = self._topology
         one_host = len(set(place.hosts)) == 1
+        limit = self._settings.start_timeout
+        if self._settings.worker is not None:
+            limit = min(limit, ELASTIC_LIMIT)
         seat = Seat(
             rank=place.rank,
             size=place.size,
@@ -95,11 +103,15 @@ class Channels:
             device=device,
             hosts=place.hosts,
             address=LOOPBACK if one_host else self.address,
-            deadline=Deadline.after(self._settings.start_timeout),
+            deadline=Deadline.after(limit),
             reduce_by_stages=self._settings.hierarchical_allreduce,
             move_by_stages=self._settings.hierarchical_allgather,
         )
-        engine = registry.opener(self.engine)(seat)
+        try:
+            engine = registry.opener(self.engine)(seat)
+        except (FarandoleError, RuntimeError):
+            self._control.require_usable()  # a rank was lost meanwhile: that is why
+            raise
         with self._lock:
             self._engines[path, device.type] = engine
             closed_with = self._closed_with

@@ -32,7 +32,8 @@ from farandole.comm.fusion.absence import Absences, Answer, PlanBook, no_answer
 from farandole.comm.handle import PATH, Handle, Line
 from farandole.comm.meeting import Meeting
 from farandole.comm.order.negotiator import Negotiator
-from farandole.comm.sets import ProcessSets
+from farandole.comm.sets import Legacy, ProcessSets
+from farandole.comm.summons import Listener, Summons
 from farandole.core import config, events, topology
 from farandole.core.clock import Deadline
 from farandole.core.config import Settings
@@ -41,15 +42,20 @@ from farandole.core.errors import (
     FarandoleError,
     MismatchError,
     NotInitializedError,
+    SetupError,
     ShutDownError,
     UsageError,
 )
 from farandole.core.store import PrefixStore, Store
+from farandole.core.worlds import World
 
 ResultT = TypeVar("ResultT")
 
 JOIN_LIMIT = 2.0
 """Seconds that closing a group gives its thread to end."""
+
+_FORMING_TRIES = 20
+"""Successors of a broken group that may break while they form, one after another."""
 
 
 class Group(Verbs):
@@ -77,7 +83,10 @@ class Group(Verbs):
         engine: str,
         number: int = 0,
         negotiator: Negotiator | None = None,
+        lineage: int | None = None,
     ) -> None:
+        self.lineage = control.generation if lineage is None else lineage
+        """The generation of the first group of which this is a successor: itself if of none."""
         self.number = number
         """Of the process set that it is: 0 for the root, -1 for one that :meth:`split` made."""
         self.plans = PlanBook(key, members)
@@ -124,6 +133,11 @@ class Group(Verbs):
             )
         )
         self._stop_listening = control.on_failure(self._channels.abort)
+
+    @property
+    def engine_name(self) -> str:
+        """The engine that it was formed with."""
+        return self._channels.engine
 
     @property
     def broken(self) -> FarandoleError | None:
@@ -219,6 +233,7 @@ class Group(Verbs):
             engine=self._channels.engine,
             number=number,
             negotiator=self._negotiator,
+            lineage=self.lineage,
         )
         with self._lock:
             self._children = [*(each for each in self._children if not each._closed), part]
@@ -257,6 +272,19 @@ class Group(Verbs):
         Raises ``UsageError`` when there is no such set.
         """
         return self._root_sets().group(number)
+
+    def find_set(self, ranks: Sequence[int]) -> int | None:
+        """The number of the process set of exactly these ranks, if there is one."""
+        return self._root_sets().find(ranks)
+
+    def legacy(self) -> Legacy:
+        """What a successor of this root group takes over."""
+        sets = self._root_sets()
+        return Legacy(lineage=self.lineage, sets=sets.members(), count=sets.count)
+
+    def inherit(self, legacy: Legacy) -> None:
+        """Take over the process sets of the group before, whose ranks are given as ranks of now."""
+        self._root_sets().inherit(legacy.sets, legacy.count)
 
     def _root_sets(self) -> ProcessSets:
         if self._sets is None:
@@ -349,6 +377,8 @@ class GroupRef:
         """Held while the group is replaced."""
         self.meeting: Meeting | None = None
         """Where this ref's groups form."""
+        self.legacy: Legacy | None = None
+        """What the next group takes over of the one that broke."""
 
     @property
     def current(self) -> Group:
@@ -414,8 +444,60 @@ def form_root(settings: Settings) -> GroupRef:
                 ref.meeting = Meeting(assigned.store, assigned.secret)
             if ref.meeting is None:
                 ref.meeting = meeting.meet(settings, placement, deadline)
-            ref.replace(form(ref.meeting, placement, settings, engine, deadline))
+            if ref.meeting.summons is not None:
+                ref.replace(_form_next(ref, ref.meeting, ref.meeting.summons, settings, engine))
+            else:
+                ref.replace(form(ref.meeting, placement, settings, engine, deadline))
     return ref
+
+
+def reform_root(error: FarandoleError | None) -> None:
+    """Leave the root group for its successor, in the same ref; process sets stay.
+
+    For the workers of an elastic job, when the group broke with ``error`` or, with ``None``, when
+    all members have agreed to leave. Blocks until the successor has formed, with whoever is in it
+    then. Raises ``comm.summons.Removed`` when this process is not, and ``PeerLost`` when there is
+    none; then there is no root group.
+    """
+    ref = _own_ref()
+    with ref.lock:
+        meeting = ref.meeting
+        if meeting is None or meeting.summons is None or not ref.formed:
+            raise UsageError("Only a worker of an elastic job, between init() and shutdown(), can.")
+        group = ref.current
+        ref.legacy = group.legacy().in_numbers(meeting.summons.world)
+        _leave(ref, None)
+        meeting.summons.leave(error)
+        ref.replace(_form_next(ref, meeting, meeting.summons, group.settings, group.engine_name))
+
+
+def _form_next(
+    ref: GroupRef, place: Meeting, summons: Summons, settings: Settings, engine: str
+) -> Group:
+    """Form the group that the driver says is next; if that ends before it has formed, the next."""
+    place.store.set(f"init/{summons.number}", b"0")
+    for _ in range(_FORMING_TRIES):
+        world = summons.next_world()
+        rank = world.rank_of(summons.number)
+        placement = topology.Placement(
+            rank=rank,
+            size=len(world.members),
+            local_rank=world.local_rank(rank),
+            local_size=world.local_size(rank),
+            source="farandole",
+            job="",
+            coordinator=None,
+        )
+        deadline = Deadline.after(settings.start_timeout)
+        try:
+            group = form(place, placement, settings, engine, deadline, summons.listener, ref.legacy)
+        except (CollectiveError, SetupError) as error:
+            summons.leave(error)
+            last = error
+        else:
+            ref.legacy = None
+            return group
+    raise last
 
 
 def form(
@@ -424,10 +506,16 @@ def form(
     settings: Settings,
     engine: str,
     deadline: Deadline,
+    listener: Listener | None = None,
+    legacy: Legacy | None = None,
 ) -> Group:
     """The next root group of all who meet at ``place``; what :func:`form_root` raises."""
-    rank, generation = placement.rank, place.next_generation()
-    place.store.set(f"init/{rank}", b"%d" % generation)
+    rank = placement.rank
+    if listener is None:
+        generation = place.next_generation()
+        place.store.set(f"init/{rank}", b"%d" % generation)
+    else:
+        generation = listener.world.generation
     control = Control.form(
         place.store,
         rank,
@@ -437,9 +525,11 @@ def form(
         place.secret,
         place.address,
         deadline,
+        listener,
     )
     try:
         said = control.allgather("hosts", topology.host_identity().encode())
+        handed_on = None if listener is None else _hand_on(control, listener.world, legacy)
         place.all_have_come()
         group = Group(
             key="0",
@@ -450,7 +540,12 @@ def form(
             store=PrefixStore(place.store, f"group/{generation}/"),
             address=place.address,
             engine=engine,
+            lineage=None if handed_on is None else handed_on.lineage,
         )
+        if listener is not None and placement.local_rank is not None:
+            group.local_rank = placement.local_rank  # by the slot, to which a GPU belongs
+        if handed_on is not None:
+            group.inherit(handed_on)
         _forget(place.store, rank, generation - 1)
         place.store.set(f"formed/{rank}", b"%d" % generation)
     except BaseException:
@@ -476,10 +571,19 @@ def leave_root(reason: str | None = None) -> None:
     """
     ref = _own_ref()
     with ref.lock:
-        if not ref.formed:
-            return
-        group = ref.current
-        ref.replace(None)
-        group.control.close(reason)  # before the transport goes, so that nobody takes us for lost
-        group.close()
+        if ref.formed:
+            _leave(ref, reason)
+
+
+def _leave(ref: GroupRef, reason: str | None) -> None:
+    group = ref.current
+    ref.replace(None)
+    group.control.close(reason)  # before the transport goes, so that nobody takes us for lost
+    group.close()
     events.emit(events.GroupClosed(group.control.rank, group.generation))
+
+
+def _hand_on(control: Control, world: World, mine: Legacy | None) -> Legacy | None:
+    """What the rank whose state counts has of the group before, in ranks of now."""
+    given = control.allgather("legacy", b"" if mine is None else mine.to_bytes())[world.source]
+    return Legacy.from_bytes(given).in_ranks(world) if given else None

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from farandole.comm.summons import Summons
 from farandole.core import config, route
 from farandole.core.address import Address
 from farandole.core.clock import Deadline
@@ -53,11 +54,14 @@ class Meeting:
         address: str = LOOPBACK,
         server: StoreServer | None = None,
         file: Path | None = None,
+        summons: Summons | None = None,
     ) -> None:
         self.store = store
         self.secret = secret
         self.address = address
         """A local address that the other ranks can reach."""
+        self.summons = summons
+        """In an elastic job, how its driver says who is in the next group."""
         self._server = server
         self._file = file
         self._generation = -1
@@ -107,9 +111,10 @@ def _meet_at(text: str, settings: Settings, placement: Placement, deadline: Dead
         raise UsageError("FARANDOLE_STORE is set, but FARANDOLE_SECRET is not. Set both.")
     address = Address.parse(text)
     store = StoreClient(address, settings.secret, deadline)
-    local = placement.local_size == placement.size
+    local = placement.local_size == placement.size and settings.worker is None
     own = LOOPBACK if local else own_address(address, settings)
-    return Meeting(store, settings.secret, address=own)
+    summons = None if settings.worker is None else Summons(store, settings.worker)
+    return Meeting(store, settings.secret, address=own, summons=summons)
 
 
 def own_address(towards: Address, settings: Settings) -> str:

@@ -41,6 +41,7 @@ from farandole.comm.control.position import Channel, Position
 from farandole.comm.control.reporter import Reporter
 from farandole.comm.control.waits import Blocked, Meeting
 from farandole.comm.control.watch import LEFT_AFTER
+from farandole.comm.summons import Listener
 from farandole.core import wire
 from farandole.core.address import Address
 from farandole.core.clock import SYSTEM_CLOCK, Deadline
@@ -153,17 +154,22 @@ class Control:
         secret: Secret,
         address: str,
         deadline: Deadline,
+        listener: Listener | None = None,
     ) -> Control:
         """Meet the other ranks of ``generation`` through ``store``; returns when all have come.
 
         ``address`` is the local address that the others can reach (rank 0 listens there). With one
-        rank there is nobody to meet: no socket, no thread.
+        rank there is nobody to meet: no socket, no thread. ``listener`` breaks the group, also
+        while it forms, when the driver of an elastic job says so.
 
         Raises ``DeadlineError``, on all ranks that came, naming those that did not; ``PeerLost``
         when one died meanwhile; ``SetupError`` when two processes claim the same rank or differ
         in the size.
         """
         control = cls(placement_rank, size, generation, settings)
+        if listener is not None:
+            listener.on_end(control._break)
+            store = listener.patient(store)
         if size == 1:
             return control
         try:

@@ -40,7 +40,8 @@ class PlanLog:
         self.absences = 0
         """How often this rank has been absent from it."""
         self._sequence = 0
-        self._first_step: int | None = 0
+        # Counted from the first one here: ranks that joined an elastic job later have taken fewer.
+        self._first_step: int | None = None
 
     def next(self, count: int = 1) -> int:
         """The number of the next bucket to wait for, or of the first of the next ``count``."""
