@@ -71,6 +71,64 @@ from farandole.launch import early, job, plan
     help="How long workers may take to end after Ctrl-C or SIGTERM. [default: 30]",
 )
 @click.option(
+    "--min-np",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Elastic: go on with as few as N ranks when some are lost.",
+)
+@click.option(
+    "--max-np",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Elastic: up to N ranks when hosts come. [default: as many as there are slots]",
+)
+@click.option(
+    "--host-discovery-script",
+    metavar="FILE",
+    help="Elastic: a program that prints the hosts of now, one a line: node1:4.",
+)
+@click.option(
+    "--slots-per-host",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Elastic: ranks of a host that the script names without a number.",
+)
+@click.option(
+    "--on-loss",
+    type=click.Choice(["rank", "host"]),
+    help="Elastic: what goes when a rank is lost. [default: rank]",
+)
+@click.option(
+    "--on-loss-size",
+    type=click.Choice(["shrink", "hold"]),
+    help="Elastic: go on with fewer ranks, or wait for the replacement. [default: shrink]",
+)
+@click.option(
+    "--reset-limit",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Elastic: how often the ranks may change. [default: any number of times]",
+)
+@click.option(
+    "--elastic-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Elastic: how long to wait for --min-np ranks, or for a replacement. [default: 600]",
+)
+@click.option(
+    "--blacklist-cooldown-range",
+    type=float,
+    nargs=2,
+    metavar="MIN MAX",
+    help="Elastic: seconds that a host is avoided that loses ranks again and again, doubled each "
+    "time. [default: 1 300; with --on-loss host, after the first loss and for good]",
+)
+@click.option(
+    "--chaos",
+    metavar="FAULTS",
+    help="Try what the job survives: kill:rank=1@step=30,stop:rank=2@step=50.",
+)
+@click.option(
     "--timeline-filename",
     type=click.Path(dir_okay=False),
     metavar="FILE",

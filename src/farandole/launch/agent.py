@@ -16,11 +16,16 @@ the forking parent    nothing: workers are the agent's children
 
 Messages to the agent: ``prepare`` (in a job of several hosts: stdin, whether the first worker is to
 have ours; environment, if torch is to be imported for what will start), ``start`` (program,
-environments, how), ``stop`` (signal number, seconds until SIGKILL), ``stack`` (rank: show where it
-is, which ends it), ``resize`` (terminal), ``hold`` (on: read no output meanwhile), ``finish``. From
-it: ``started`` (pids, how), ``output`` (rank, stream; an empty payload is its end), ``report`` (an
-uncaught exception), ``exited`` (rank, code, negative for a signal), ``unstarted`` (rank, why),
-``gone`` (nothing is left).
+environments, how), ``spawn`` (numbers, environments: more workers of the same), ``end`` (rank:
+SIGKILL to it and what it has started), ``stop`` (signal number, seconds until SIGKILL), ``stack``
+(rank: show where it is, which ends it), ``resize`` (terminal), ``hold`` (on: read no output
+meanwhile), ``finish``. From it: ``started`` (pids, how), ``output`` (rank, stream; an empty payload
+is its end), ``report`` (an uncaught exception), ``exited`` (rank, code, negative for a signal),
+``unstarted`` (rank, why), ``gone`` (nothing is left).
+
+In a job whose workers are replaced (``replaces``) a forking parent is kept ready at all times, so
+that a replacement starts in milliseconds; a worker's end takes along what it has left behind; and a
+worker that the kernel shows as stopped is told of (``frozen``: rank, state, seconds).
 """
 
 from __future__ import annotations
@@ -44,6 +49,7 @@ from typing import Any
 
 from farandole.launch import early, kernel, leftovers, worker
 from farandole.launch.channel import Channel, Message
+from farandole.launch.pulse import PULSE, Pulse
 
 _CHUNK = 1 << 16
 _UNSENT_LIMIT = 1 << 20
@@ -61,6 +67,8 @@ class Worker:
     """A worker and the ends of its pipes that are ours."""
 
     rank: int
+    own: dict[str, str] = field(default_factory=dict)
+    """The variables that only it has."""
     ends: list[int] = field(default_factory=list)
     """Its own ends of standard input, output, error and the report pipe, until it has them."""
     open: set[int] = field(default_factory=set)
@@ -68,6 +76,8 @@ class Worker:
     pid: int = 0
     code: int | None = None
     """How it ended: exit code, negative for a signal; ``None`` while it runs."""
+    unwanted: bool = False
+    """Whether it is to end as soon as it has begun."""
 
 
 def serve(sock: socket.socket, parent: early.ForkingParent | None) -> None:
@@ -89,6 +99,13 @@ class Agent:
         self._task: dict[str, Any] = {}
         self._refusal = ""
         """Why the forking parent cannot fork, said before there was anything to start."""
+        self._waiting: list[Worker] = []
+        """Workers that are to be started when the forking parent is free."""
+        self._asked: list[Worker] = []
+        """Workers that the forking parent is about to fork."""
+        self._pulse = Pulse()
+        self._look_at: float | None = None
+        """When to look next whether workers are frozen."""
         self._terminal: int | None = None
         self._terminal_end = -1
         self._paused = False
@@ -115,6 +132,9 @@ class Agent:
                 self._turn()
         finally:
             self._kill_everything()
+            signal.set_wakeup_fd(-1)
+            os.close(wake_read)
+            os.close(wake_write)
         for descriptor, (each, stream) in self._streams.items():
             self._drain(descriptor, each, stream)
         self._goodbye()
@@ -126,13 +146,22 @@ class Agent:
             self._on_channel,
         )
         self._pause_or_resume()
-        timeout = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+        times = [each for each in (self._kill_at, self._look_at) if each is not None]
+        timeout = max(0.0, min(times) - time.monotonic()) if times else None
         for key, _ in self._selector.select(timeout):
             if key.fileobj in self._selector.get_map():
                 key.data(key.fd)
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             self._kill_at = None
             self._kill_everything()
+        if self._look_at is not None and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + PULSE
+            self._look_for_frozen()
+
+    def _look_for_frozen(self) -> None:
+        running = {each.rank: each.pid for each in self._workers.values() if _runs(each)}
+        for rank, state, seconds in self._pulse.look(running, time.monotonic()):
+            self._channel.send("frozen", rank=rank, state=state, seconds=seconds)
 
     def _pause_or_resume(self) -> None:
         full = self._held or self._channel.unsent > _UNSENT_LIMIT
@@ -153,6 +182,8 @@ class Agent:
             handler = {
                 "prepare": self._prepare,
                 "start": self._start,
+                "spawn": self._spawn,
+                "end": self._end,
                 "stop": self._stop,
                 "stack": self._show_stack,
                 "resize": self._resize,
@@ -172,33 +203,62 @@ class Agent:
 
     def _start(self, message: Message) -> None:
         self._task = message.fields
-        self._workers = {rank: Worker(rank) for rank in range(len(self._task["ranks"]))}
+        if self._replaces:
+            self._look_at = time.monotonic() + PULSE
+        self._launch([Worker(rank, own) for rank, own in enumerate(self._task["ranks"])])
+
+    def _spawn(self, message: Message) -> None:
+        fields = message.fields
+        pairs = zip(fields["numbers"], fields["ranks"], strict=True)
+        self._launch([Worker(number, own) for number, own in pairs])
+
+    @property
+    def _replaces(self) -> bool:
+        """Whether workers that end are replaced."""
+        return bool(self._task.get("replaces"))
+
+    def _launch(self, workers: list[Worker]) -> None:
+        self._workers.update((each.rank, each) for each in workers)
         try:
-            for each in self._workers.values():
+            for each in workers:
                 self._open_streams(each)
         except OSError as error:
             self._cannot_start(error)
             return
+        self._waiting += workers
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        if self._asked or not self._waiting:
+            return
+        batch, self._waiting = self._waiting, []
         if not self._task["fork"]:
             self._give_up_parent()
-            self._execute_all("")
+            self._execute_all(batch, "")
             return
         if self._parent is not None and self._parent.environment != self._task["environment"]:
             self._give_up_parent()
             self._refusal = ""
         if self._refusal:
             self._give_up_parent()
-            self._execute_all(self._refusal)
+            self._execute_all(batch, self._refusal)
             return
         if self._parent is None:
             self._parent = early.start_forking_parent(self._task["environment"])
             self._watch_parent(self._parent)
-        self._ask_parent(self._parent)
+        self._asked = batch
+        self._ask_parent(self._parent, batch)
+
+    def _end(self, message: Message) -> None:
+        each = self._workers[message.fields["rank"]]
+        each.unwanted = True
+        self._send_signal(each, signal.SIGKILL)
 
     def _stop(self, message: Message) -> None:
         number = message.fields["number"]
         if any(not each.pid for each in self._workers.values()):
             # They are only now being started: none of them shall begin.
+            self._waiting = []
             self._kill_everything()
             for each in self._workers.values():
                 if each.code is None:
@@ -239,7 +299,7 @@ class Agent:
             left = kernel.descendants(os.getpid())
 
     def _send_signal(self, each: Worker, number: int) -> None:
-        if not each.pid or each.code is not None:
+        if not _runs(each):
             return
         with contextlib.suppress(ProcessLookupError):
             if self._task["form"] == "command":
@@ -283,15 +343,16 @@ class Agent:
     def _watch_parent(self, parent: early.ForkingParent) -> None:
         self._selector.register(parent.socket, selectors.EVENT_READ, self._on_parent)
 
-    def _ask_parent(self, parent: early.ForkingParent) -> None:
-        wish = {name: self._task[name] for name in ("form", "argv", "environment", "ranks")}
+    def _ask_parent(self, parent: early.ForkingParent, batch: list[Worker]) -> None:
+        wish = {name: self._task[name] for name in ("form", "argv", "environment")}
+        wish["ranks"] = [each.own for each in batch]
         file = os.memfd_create("farandole")
         with open(file, "wb", closefd=False) as memory:
             memory.write(json.dumps(wish).encode("ascii"))
         os.lseek(file, 0, os.SEEK_SET)
         try:
             socket.send_fds(parent.socket, [b"."], [file])
-            for each in self._workers.values():
+            for each in batch:
                 socket.send_fds(parent.socket, [b"."], each.ends)
         except (BrokenPipeError, ConnectionResetError):
             # It has just died or given up: what it says, or its end, is read next.
@@ -306,17 +367,23 @@ class Agent:
         except ConnectionResetError:
             answer = b""
         said = json.loads(answer) if answer else {"why": "the forking parent died"}
-        if not self._workers:
+        if not self._asked:
             self._refusal = said["why"]
             self._selector.unregister(self._parent.socket)
             return
+        batch, self._asked = self._asked, []
         self._give_up_parent(kill=False)
         if "why" in said:
-            self._execute_all(said["why"])
-            return
-        for each, pid in zip(self._workers.values(), said["pids"], strict=True):
-            self._has_started(each, pid)
-        self._channel.send("started", pids=said["pids"], how="forked", why="")
+            self._refusal = said["why"]
+            self._execute_all(batch, said["why"])
+        else:
+            for each, pid in zip(batch, said["pids"], strict=True):
+                self._has_started(each, pid)
+            self._channel.send("started", pids=said["pids"], how="forked", why="")
+            if self._replaces:
+                self._parent = early.start_forking_parent(self._task["environment"], spare=True)
+                self._watch_parent(self._parent)
+        self._start_waiting()
 
     def _give_up_parent(self, *, kill: bool = True) -> None:
         if self._parent is None:
@@ -329,14 +396,14 @@ class Agent:
         self._parent.socket.close()
         self._parent = None
 
-    def _execute_all(self, why: str) -> None:
+    def _execute_all(self, batch: list[Worker], why: str) -> None:
         try:
-            for each, own in zip(self._workers.values(), self._task["ranks"], strict=True):
-                self._execute(each, self._task["environment"] | own)
+            for each in batch:
+                self._execute(each, self._task["environment"] | each.own)
         except OSError as error:
             self._cannot_start(error)
             return
-        pids = [each.pid for each in self._workers.values()]
+        pids = [each.pid for each in batch]
         self._channel.send("started", pids=pids, how="executed", why=why)
 
     def _execute(self, each: Worker, environ: dict[str, str]) -> None:
@@ -377,6 +444,8 @@ class Agent:
             os.close(self._terminal_end)
         if pid in self._ended_unknown:
             self._has_ended(each, self._ended_unknown.pop(pid))
+        elif each.unwanted:
+            self._send_signal(each, signal.SIGKILL)
 
     # ---- watching
 
@@ -408,9 +477,15 @@ class Agent:
         self._channel.send("output", chunk, rank=each.rank, stream=stream)
 
     def _on_signal(self, descriptor: int) -> None:
+        numbers = b""
         with contextlib.suppress(BlockingIOError):
-            os.read(descriptor, _CHUNK)
+            numbers = os.read(descriptor, _CHUNK)
+        if signal.SIGTERM in numbers:
+            self._on_told_to_end()
         self._reap()
+
+    def _on_told_to_end(self) -> None:
+        """Do nothing: the job loop has been told too, and interprets it."""
 
     def _reap(self) -> None:
         while True:
@@ -433,6 +508,18 @@ class Agent:
         for descriptor in sorted(each.open):
             self._drain(descriptor, each, self._streams[descriptor][1])
         self._channel.send("exited", rank=each.rank, code=code)
+        if self._replaces:
+            self._clear_after(each)
+
+    def _clear_after(self, each: Worker) -> None:
+        """End what a worker that has ended leaves behind: the processes of its session."""
+        left = set()
+        for pid in kernel.descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                if os.getsid(pid) == each.pid:
+                    os.kill(pid, signal.SIGKILL)
+                    left.add(pid)
+        leftovers.remove_shared_memory({each.pid, *left})
 
     def _drain(self, descriptor: int, each: Worker, stream: str) -> None:
         left = _LAST_WORDS
@@ -457,6 +544,10 @@ class Agent:
                 waiting.register(self._channel, selectors.EVENT_WRITE)
                 waiting.select(0.1)
             self._channel.flush()
+
+
+def _runs(each: Worker) -> bool:
+    return bool(each.pid) and each.code is None
 
 
 def _set_size(terminal: int, size: dict[str, int]) -> None:

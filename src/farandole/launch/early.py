@@ -24,6 +24,9 @@ VALUED = HOSTS | {
     "-np", "-n", "--env", "--output-dir", "--start-timeout", "--grace", "--remote-python", "--ssh",
     "--timeline-filename", "--autotune-log-file", "--autotune-warmup-samples",
     "--autotune-steps-per-sample",
+    "--min-np", "--max-np", "--host-discovery-script", "--slots-per-host",
+    "--reset-limit", "--elastic-timeout", "--blacklist-cooldown-range", "--on-loss",
+    "--on-loss-size", "--chaos",
 }  # fmt: skip
 """The options of ``farandole run`` that take a value: what follows them is no program."""
 
@@ -115,13 +118,16 @@ def guessed_environment(
     )
 
 
-def start_forking_parent(environ: Mapping[str, str]) -> ForkingParent:
-    """Start the process that imports torch, with the environment that its workers will have."""
+def start_forking_parent(environ: Mapping[str, str], *, spare: bool = False) -> ForkingParent:
+    """Start the process that imports torch, with the environment that its workers will have.
+
+    A ``spare`` has time, and also imports what programs need later.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "prefork.py")
     pid = os.posix_spawn(
         sys.executable,
-        [sys.executable, *interpreter_flags(), script],
+        [sys.executable, *interpreter_flags(), script, *(["spare"] if spare else [])],
         # OpenBLAS would start threads while it is loaded; workers set its number for themselves.
         {**environ, "OPENBLAS_NUM_THREADS": "1"},
         file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), 0)],

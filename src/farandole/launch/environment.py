@@ -12,13 +12,16 @@ if TYPE_CHECKING:  # it is imported before anything else is
 NAMES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "horovod", "path")
 """The folder in which Python finds a package ``horovod`` that is Farandole's."""
 
-_PLACES = ("FARANDOLE", "HOROVOD")
+PLACES = ("FARANDOLE", "HOROVOD")
+"""Under whose names a worker finds its place."""
+
 _OF_AN_OUTER_LAUNCHER = ("TORCHELASTIC_RUN_ID", "GROUP_RANK", "ROLE_RANK")
 _PER_RANK = frozenset(
-    [f"{place}_{name}" for place in _PLACES for name in
+    [f"{place}_{name}" for place in PLACES for name in
      ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")]
     + ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-       "FARANDOLE_STORE", "FARANDOLE_SECRET", "FARANDOLE_START_TIMEOUT", *_OF_AN_OUTER_LAUNCHER]
+       "FARANDOLE_STORE", "FARANDOLE_SECRET", "FARANDOLE_START_TIMEOUT", "FARANDOLE_WORKER",
+       "HOROVOD_ELASTIC", "HOROVOD_HOSTNAME", *_OF_AN_OUTER_LAUNCHER]
 )  # fmt: skip
 
 
@@ -52,7 +55,7 @@ def seat(topology: Topology) -> dict[str, str]:
         "LOCAL_RANK": topology.local_rank, "LOCAL_SIZE": topology.local_size,
         "CROSS_RANK": topology.cross_rank, "CROSS_SIZE": topology.cross_size,
     }  # fmt: skip
-    variables = {f"{prefix}_{name}": str(n) for prefix in _PLACES for name, n in place.items()}
+    variables = {f"{prefix}_{name}": str(n) for prefix in PLACES for name, n in place.items()}
     return variables | {
         "LOCAL_RANK": str(topology.local_rank),
         "LOCAL_WORLD_SIZE": str(topology.local_size),
@@ -73,7 +76,7 @@ def own(
         "RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size,
         "CROSS_RANK": 0, "CROSS_SIZE": 1,
     }  # fmt: skip
-    variables = {f"{prefix}_{name}": str(n) for prefix in _PLACES for name, n in place.items()}
+    variables = {f"{prefix}_{name}": str(n) for prefix in PLACES for name, n in place.items()}
     host, port = master
     return variables | {
         "FARANDOLE_STORE": store,

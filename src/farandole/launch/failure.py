@@ -82,7 +82,7 @@ def describe(cause: Failure, others: Mapping[str, Sequence[int]], *, killed_for_
 
     ``others`` says what became of the other ranks, e.g. ``{"stopped": [0, 2]}``.
     """
-    what = cause.reason or _by_code(cause.code)
+    what = cause.reason or by_code(cause.code)
     head = f"rank {cause.rank} {what}"
     rest = "; ".join(f"{fate}: {describe_ranks(ranks)}" for fate, ranks in others.items() if ranks)
     lines = [f"farandole: {head}{f' ({rest})' if rest else ''}."]
@@ -99,7 +99,8 @@ def describe(cause: Failure, others: Mapping[str, Sequence[int]], *, killed_for_
     return "\n".join(lines)
 
 
-def _by_code(code: int | None) -> str:
+def by_code(code: int | None) -> str:
+    """How a process ended, by its exit code; negative for a signal."""
     if code is None:
         return "failed"
     if code >= 0:

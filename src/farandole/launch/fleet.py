@@ -36,7 +36,9 @@ from farandole.launch.channel import Channel, Message
 from farandole.launch.hosts import Share
 from farandole.launch.task import Task
 
-_SSH_PORT = 22
+SSH_PORT = 22
+"""Where ssh listens, to find the way to a host by."""
+
 _UNREAD_LIMIT = 4 << 20
 """Bytes of messages that may wait for the job loop before the workers' output waits."""
 
@@ -80,17 +82,25 @@ class Member:
 class Fleet:
     """All agents of ``task``; ``local`` is that of this machine. To be used as a ``Channel``."""
 
+    _local: Member | None
+
     def __init__(self, task: Task, local: early.Agent) -> None:
         self._task = task
         self._members = _members(task)
-        self.listen = _common([member.own for member in self._members])
-        """The address of this machine for a server that all hosts reach."""
-        self._local = next((each for each in self._members if route.is_own(each.share.host)), None)
-        if self._local is None:
+        self._open(_common([member.own for member in self._members]))
+        here = next((each for each in self._members if route.is_own(each.share.host)), None)
+        if here is None:
             local.socket.close()  # which ends it
         else:
-            self._local.channel = Channel(local.socket)
-        self._secret = Secret.new()
+            here.channel = Channel(local.socket)
+        self._local = here
+
+    def _open(self, listen: str, secret: Secret | None = None, port: int = 0) -> None:
+        """Begin to listen, with no agent yet."""
+        self.listen = listen
+        """The address of this machine for a server that all hosts reach."""
+        self._local: Member | None = None
+        self._secret = secret or Secret.new()
         self._by_peer: dict[Peer, Member] = {}
         self._start: dict[str, Any] | None = None
         """What the ranks are to be, while hosts get ready for them."""
@@ -108,7 +118,7 @@ class Fleet:
         """For this thread, from the server's."""
         self._unread: dict[Peer, int] = {}
         """Bytes of messages among the calls."""
-        self._server = Server(self._secret, self, host=self.listen)
+        self._server = Server(self._secret, self, host=self.listen, port=port)
         self.closed = False
 
     # ---- as a channel
@@ -240,7 +250,7 @@ class Fleet:
         master = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
         for member in self._members:
             if member.channel is None:
-                member.send("start", master=master)
+                self._start_elsewhere(member, start, master)
                 continue
             first = member.share.ranks.start == 0
             member.send(
@@ -250,6 +260,12 @@ class Fleet:
                 ranks=[{**own, **master} for own in self._own(member, start)],
                 terminal=start["terminal"] if first else {},
             )
+
+    def _start_elsewhere(
+        self, member: Member, start: Mapping[str, Any], master: Mapping[str, str]
+    ) -> None:
+        """An agent that is fetched has had all the rest with its wish."""
+        member.send("start", master=master)
 
     def _call_off(self, number: int) -> None:
         """The user's signal came before anything was started."""
@@ -427,9 +443,7 @@ def _members(task: Task) -> list[Member]:
             continue
         name = ssh.real_name(task.ssh, share.host)
         try:
-            own[share.host] = route.own_address(
-                Address(name, _SSH_PORT), settings.network_interface
-            )
+            own[share.host] = route.own_address(Address(name, SSH_PORT), settings.network_interface)
         except OSError as error:
             raise SetupError(
                 f"{share.host} cannot be reached: {name}: {error.strerror}. Nothing was started."

@@ -64,7 +64,7 @@ def run(task: Task, agent: early.Agent, store: LocalStore | None = None) -> int:
     ``store`` is lent to the ranks (``None``: a new one): it holds what they are to find and, in
     the end, what they have left.
     """
-    job = Job(task, agent, LocalStore() if store is None else store)
+    job = _kind_for(task)(task, agent, LocalStore() if store is None else store)
     try:
         return job.run()
     finally:
@@ -77,21 +77,24 @@ class Job:
     def __init__(self, task: Task, agent: early.Agent, store: LocalStore) -> None:
         self._task = task
         self._agent = agent
-        self._verdict = Verdict(task.size, task.start_timeout)
+        self._initial = task.size if task.elastic is None else 0
+        """How many ranks there are from the beginning; the others are announced one by one."""
+        self._verdict = Verdict(self._initial, task.start_timeout)
         self._arrived: deque[int] = deque()
         """Ranks that have called ``init()``, told by the store's thread."""
         self._logs: list[IO[bytes]] = []
         self._sinks = {"stdout": Sink(1), "stderr": Sink(2)}
-        self._screen = Screen(task.size, _surface())
+        self._screen = Screen(self._initial, _surface())
         self._selector = selectors.PollSelector()
         self._signal: int | None = None
         """The user's signal."""
         self._gone = False
         self._memory_kills = host.out_of_memory_kills()
-        self._secret = Secret.new()
+        self._secret = task.meeting.secret if task.meeting else Secret.new()
         self._store = store
         self._channel, reachable_at = _reach(task, agent)
-        self._server = StoreServer(self._secret, reachable_at, store=self._store)
+        port = task.meeting.port + 1 if task.meeting else 0
+        self._server = StoreServer(self._secret, reachable_at, port, self._store)
         self._master = socket.socket()
         self._wake_read, self._wake_write = os.pipe()
 
@@ -101,7 +104,7 @@ class Job:
         self._listen()
         self._open_logs()
         self._start()
-        while not self._verdict.over and not self._channel.closed:
+        while not self._is_over() and not self._channel.closed:
             self._turn()
         self._end_agent()
         self._write(self._screen.finish(self._now()))
@@ -125,6 +128,10 @@ class Job:
         for log in self._logs:
             log.close()
 
+    def _is_over(self) -> bool:
+        """Whether every rank has ended."""
+        return self._verdict.over
+
     # ---- set-up
 
     def _listen(self) -> None:
@@ -135,7 +142,7 @@ class Job:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, lambda _number, _frame: None)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        for rank in range(self._task.size):
+        for rank in range(self._initial):
             self._store.watch(f"init/{rank}", self._on_init(rank))
 
     def _on_init(self, rank: int) -> Callable[[bytes | None], None]:
@@ -143,20 +150,27 @@ class Job:
             """In the server's thread: leave word and wake the loop."""
             if value is not None:
                 self._arrived.append(rank)
-                with contextlib.suppress(BlockingIOError):
-                    os.write(self._wake_write, b"\0")
+                self._wake()
 
         return on_init
 
+    def _wake(self) -> None:
+        """Have the loop turn. Any thread."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"\0")
+
     def _open_logs(self) -> None:
+        for rank in range(self._initial):
+            self._open_log(rank)
+
+    def _open_log(self, rank: int) -> None:
         if self._task.output_dir is None:
             return
+        width = len(str(self._task.size - 1))
+        path = os.path.join(self._task.output_dir, f"rank-{rank:0{width}d}.log")
         try:
             os.makedirs(self._task.output_dir, exist_ok=True)
-            width = len(str(self._task.size - 1))
-            for rank in range(self._task.size):
-                path = os.path.join(self._task.output_dir, f"rank-{rank:0{width}d}.log")
-                self._logs.append(open(path, "wb", buffering=0))  # noqa: SIM115 - see close()
+            self._logs.append(open(path, "wb", buffering=0))  # noqa: SIM115 - see close()
         except OSError as error:
             raise UsageError(
                 f"--output-dir {self._task.output_dir}: {error.strerror}. Name a folder that can "
@@ -167,18 +181,6 @@ class Job:
         self._master.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Bound and not listening: nobody else is given this port, and rank 0 can listen on it.
         self._master.bind(("127.0.0.1", 0))
-        own = [
-            environment.own(
-                rank,
-                self._task.size,
-                store=str(self._server.address),
-                secret=self._secret.hex(),
-                # The loop is to speak first, since it can show the stack of who is missing.
-                start_timeout=self._task.start_timeout + 10.0,
-                master=self._master.getsockname(),
-            )
-            for rank in range(self._task.size)
-        ]
         shared = environment.shared(
             current_environment(),
             self._task.environment,
@@ -190,10 +192,23 @@ class Job:
             form=self._task.program.form,
             argv=list(self._task.program.argv),
             environment=shared,
-            ranks=own,
+            ranks=[self._own(rank, self._task.size) for rank in range(self._initial)],
             fork=self._task.fork,
+            replaces=self._task.elastic is not None,
             terminal={stream: os.isatty(n + 1) for n, stream in enumerate(STREAMS)}
             | self._size_for_rank_0(),
+        )
+
+    def _own(self, rank: int, size: int) -> dict[str, str]:
+        """What a rank has of its own in its environment."""
+        return environment.own(
+            rank,
+            size,
+            store=str(self._server.address),
+            secret=self._secret.hex(),
+            # The loop is to speak first, since it can show the stack of who is missing.
+            start_timeout=self._task.start_timeout + 10.0,
+            master=self._master.getsockname(),
         )
 
     def _size_for_rank_0(self) -> dict[str, int]:
@@ -300,24 +315,31 @@ class Job:
         rank = fields.pop("rank", -1)
         if message.kind == "output":
             self._on_output(rank, fields["stream"], message.payload)
-        elif message.kind == "exited":
-            self._verdict.on_exit(rank, fields["code"], self._now())
-        elif message.kind == "report":
-            self._verdict.on_report(rank, fields, self._now())
-        elif message.kind == "unstarted":
-            self._verdict.on_unstarted(rank, fields["why"], self._now())
-        elif message.kind == "lost":
-            self._verdict.on_lost(rank, fields["why"], self._now())
+        elif message.kind in ("exited", "report", "unstarted", "lost", "frozen"):
+            self._on_fate(rank, message.kind, fields)
         elif message.kind == "started":
             self._on_started(fields)
+        elif message.kind == "said":
+            self._say(f"farandole: {fields['text']}")
         elif message.kind == "gone":
             self._gone = True
+
+    def _on_fate(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
+        """Something became of a rank."""
+        if kind == "exited":
+            self._verdict.on_exit(rank, fields["code"], self._now())
+        elif kind == "report":
+            self._verdict.on_report(rank, fields, self._now())
+        elif kind == "unstarted":
+            self._verdict.on_unstarted(rank, fields["why"], self._now())
+        elif kind == "lost":
+            self._verdict.on_lost(rank, fields["why"], self._now())
 
     def _on_started(self, fields: dict[str, Any]) -> None:
         if self._task.verbose:
             why = f" ({fields['why']})" if fields["why"] else ""
             pids = ", ".join(map(str, fields["pids"]))
-            self._say(f"farandole: {self._task.size} ranks {fields['how']}{why}: pids {pids}")
+            self._say(f"farandole: {len(fields['pids'])} ranks {fields['how']}{why}: pids {pids}")
 
     def _on_output(self, rank: int, stream: str, chunk: bytes) -> None:
         if chunk and self._logs:
@@ -349,7 +371,7 @@ class Job:
 
     def _end_agent(self) -> None:
         """Let the agent end what workers have left behind, and show what that still says."""
-        self._channel.send("finish")
+        self._channel.send("finish", well=not self._is_ending)
         end = self._now() + _AGENT_LIMIT
         while not (self._gone or self._channel.closed) and self._now() < end:
             self._watch_descriptors()
@@ -393,8 +415,35 @@ class Job:
         return 128 + number
 
 
+def _kind_for(task: Task) -> type[Job]:
+    if task.meeting is not None and task.elastic is not None:
+        from farandole.launch.elastic_pod_job import ElasticPodJob
+
+        return ElasticPodJob
+    if task.meeting is not None:
+        from farandole.launch.pod_job import PodJob
+
+        return PodJob
+    if task.elastic is None:
+        return Job
+    from farandole.launch.elastic import ElasticJob
+
+    return ElasticJob
+
+
 def _reach(task: Task, agent: early.Agent) -> tuple[Channel | Fleet, str]:
     """How to talk to the task's agents, and an address of this machine that their ranks reach."""
+    if task.meeting is not None:
+        from farandole.launch.arrivals import Arrivals
+        from farandole.launch.elastic_arrivals import ElasticArrivals
+
+        pods = Arrivals(task, agent) if task.elastic is None else ElasticArrivals(task, agent)
+        return pods, pods.listen
+    if task.elastic is not None and task.elastic.elsewhere:
+        from farandole.launch.elastic_fleet import ElasticFleet
+
+        guests = ElasticFleet(task, agent)
+        return guests, guests.listen
     if not task.hosts:
         return Channel(agent.socket), "127.0.0.1"
     from farandole.launch.fleet import Fleet

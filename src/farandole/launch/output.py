@@ -87,6 +87,12 @@ class Folder:
         self._speaking = set(range(size))
         self._window = window
 
+    def expect(self, rank: int) -> None:
+        """One more rank will speak; its number is the next."""
+        assert rank == len(self._queues)
+        self._queues.append(deque())
+        self._speaking.add(rank)
+
     def feed(self, rank: int, stream: str, texts: Iterable[bytes], now: float) -> None:
         """Add lines of a rank."""
         self._queues[rank].extend((stream, text, now) for text in texts)

@@ -7,12 +7,13 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from farandole.core import route, topology
+from farandole.core import faults, route, topology
 from farandole.core.config import Settings
 from farandole.core.config import environment as current_environment
 from farandole.core.errors import UsageError, describe_ranks
-from farandole.launch import environment, host
+from farandole.launch import elastic_plan, environment, host
 from farandole.launch import hosts as host_list
 from farandole.launch.hosts import Share
 from farandole.launch.task import GRACE, Program, Task
@@ -39,14 +40,17 @@ def resolve(
     autotune_log_file: str | None = None,
     autotune_warmup_samples: int | None = None,
     autotune_steps_per_sample: int | None = None,
+    chaos: str | None = None,
     no_fork: bool = False,
     dry_run: bool = False,
     verbose: bool = False,
+    **elastic: Any,
 ) -> Task:
     """The task that options and, if ``program`` begins with one, a job file ask for.
 
     An option that is not given (``None``, empty or False) leaves the job file's word, else the
-    default. Arguments after a job file are added to its command. ``UsageError`` says what is wrong.
+    default. Arguments after a job file are added to its command. ``elastic`` are the options of
+    :mod:`farandole.launch.elastic_plan`. ``UsageError`` says what is wrong.
     """
     variables = dict(_variable(text) for text in env)
     spec = None
@@ -61,6 +65,9 @@ def resolve(
     timeline = timeline_filename or (spec.timeline if spec else None)
     if timeline:
         variables["FARANDOLE_TIMELINE"] = os.path.abspath(timeline)
+    if chaos:
+        faults.parse(chaos)
+        variables["FARANDOLE_CHAOS"] = chaos
     if timeline_mark_cycles or (spec and spec.timeline_mark_cycles):
         variables["FARANDOLE_TIMELINE_MARK_CYCLES"] = "1"
     log = autotune_log_file or (spec.autotune_log_file if spec else None)
@@ -75,21 +82,27 @@ def resolve(
     ranks = ranks or (spec.ranks if spec else None)
     if spec and not (hosts or hostfile):
         hosts, hostfile = spec.hosts, spec.hostfile
-    shares = _deal(hosts, hostfile, ranks)
+    start_timeout = _first(
+        start_timeout, spec.start_timeout if spec else None, settings.start_timeout
+    )
+    changing = elastic_plan.resolve(
+        spec, ranks, hosts, hostfile, **elastic, start_timeout=start_timeout
+    )
+    shares = () if changing else _deal(hosts, hostfile, ranks)
     return Task(
         program=what,
         size=(shares[-1].ranks.stop if shares else ranks)
+        or (changing.policy.start_size if changing else 0)
         or host.visible_gpus(current_environment())
         or 1,
+        elastic=changing,
         hosts=() if all(route.is_own(share.host) for share in shares) else shares,
         remote_python=remote_python or (spec and spec.remote_python) or sys.executable,
         ssh=tuple(shlex.split(ssh or (spec.ssh if spec else "ssh"))),
         environment=variables,
         fork=not no_fork and (spec is None or spec.fork) and what.form != "command",
         output_dir=output_dir or (spec.output_dir if spec else None),
-        start_timeout=_first(
-            start_timeout, spec.start_timeout if spec else None, settings.start_timeout
-        ),
+        start_timeout=start_timeout,
         grace=_first(grace, spec.grace if spec else None, GRACE),
         verbose=verbose,
     )
@@ -143,7 +156,7 @@ def describe(task: Task) -> str:
     before = current_environment()
     lines = [
         f"program        {shlex.join(_shown(task.program))}",
-        f"ranks          {task.size}",
+        f"ranks          {task.size}{elastic_plan.describe(task.elastic)}",
         *(f"  {share.host:13}{describe_ranks(share.ranks)}" for share in task.hosts),
         f"started by     {'fork, where possible' if task.fork else 'exec'}",
         f"start timeout  {task.start_timeout:g} s",

@@ -56,6 +56,9 @@ _SOON_NEEDED = (
 )
 """What every rank would import by itself before its first collective is done."""
 
+_LATER_NEEDED = ("torch._dynamo",)
+"""What a program imports when it makes its first optimizer, which takes as long as torch itself."""
+
 _DESCRIPTORS = 4
 """A worker's standard streams and the pipe for its failure report."""
 
@@ -73,7 +76,7 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - the program may not need it; its own import will say
         _answer(channel, why=f"torch cannot be imported here: {type(error).__name__}: {error}")
         return
-    for module in _SOON_NEEDED:
+    for module in (*_SOON_NEEDED, *(_LATER_NEEDED if sys.argv[1:] == ["spare"] else ())):
         with contextlib.suppress(Exception):  # the program's own import will say what is wrong
             importlib.import_module(module)
     gc.freeze()

@@ -101,7 +101,7 @@ def _prepare(wish: dict[str, Any]) -> RemoteAgent:
         "environment": environment.shared(
             {**os.environ, **wish["environ"]},
             wish["given"],
-            local_size=len(wish["task"]["ranks"]),
+            local_size=wish.get("slots") or len(wish["task"]["ranks"]),
             cores=host.usable_cores(),
         ),
     }

@@ -65,6 +65,13 @@ class Screen:
         self._without_cursor: str | None = None
         """The stream on whose terminal rank 0 has hidden the cursor."""
 
+    def expect(self, rank: int) -> None:
+        """One more rank will write; its number is the next."""
+        self._size = rank + 1
+        self._folder.expect(rank)
+        self._splitters.update({(rank, s): Splitter() for s in STREAMS})
+        self._open[rank] = set(STREAMS)
+
     def feed(self, rank: int, stream: str, chunk: bytes, now: float) -> list[tuple[str, bytes]]:
         """A rank wrote ``chunk``; an empty one ends that stream."""
         if rank == 0 and (seen := _CURSOR_SEEN.findall(chunk)):

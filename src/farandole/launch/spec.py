@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from farandole.core.errors import UsageError
+from farandole.launch.cluster import ClusterFields
 
 
-class JobSpec(BaseModel):
+class JobSpec(ClusterFields):
     """What a job file may say. A field that is left out keeps its default."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
+    )
 
     command: Annotated[str | list[str], Field(min_length=1)]
     """What to run: a line (quotes count, nothing is expanded), or a list of words."""
@@ -41,6 +45,20 @@ class JobSpec(BaseModel):
     """Seconds that the first rank in ``init()`` waits for the others. Default: 120."""
     grace: Annotated[float | None, Field(ge=0, strict=False)] = None
     """Seconds that workers may take to end after Ctrl-C or SIGTERM. Default: 30."""
+    min_ranks: Annotated[int | None, Field(ge=1)] = None
+    """Go on with as few ranks as this when some are lost. Default: the job ends with any."""
+    max_ranks: Annotated[int | None, Field(ge=1)] = None
+    """Take in new hosts up to so many ranks. Default: as many as the hosts have slots."""
+    host_discovery_script: str | None = None
+    """A program that prints the hosts of now, one a line: ``node1:4``. Default: hosts are fixed."""
+    on_loss: Literal["rank", "host"] | None = None
+    """What goes when a rank is lost: that ``rank``, or all of its ``host``. Default: ``rank``."""
+    on_loss_size: Literal["shrink", "hold"] | None = None
+    """Go on with fewer ranks, or wait for the replacement. Default: ``shrink``."""
+    reset_limit: Annotated[int | None, Field(ge=0)] = None
+    """How often the ranks may change. Default: any number of times."""
+    elastic_timeout: Annotated[float | None, Field(gt=0, strict=False)] = None
+    """Seconds to wait for ``min_ranks`` or a replacement. Default: 600."""
     timeline: Annotated[str | None, Field(min_length=1)] = None
     """File in which every rank's doings are recorded. Default: none."""
     timeline_mark_cycles: bool = False
@@ -57,8 +75,10 @@ class JobSpec(BaseModel):
         return shlex.split(self.command) if isinstance(self.command, str) else list(self.command)
 
 
-def load(path: str) -> JobSpec:
+def load(path: str, over: Mapping[str, Any] | None = None) -> JobSpec:
     """Read a job file; ``UsageError`` names the file, the field, its value and the remedy.
+
+    ``over``: fields that count instead of the file's, as a command line gives them.
 
     Example::
 
@@ -77,16 +97,30 @@ def load(path: str) -> JobSpec:
         raise UsageError(f"{path} is not YAML: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path} must hold fields such as `command: train.py`, one a line.")
+    return validate({**content, **(over or {})}, path)
+
+
+def validate(fields: Mapping[str, Any], source: str) -> JobSpec:
+    """The job that ``fields`` describe; ``UsageError`` says what of ``source`` is wrong."""
     try:
-        return JobSpec.model_validate(content)
+        return JobSpec.model_validate(dict(fields))
     except pydantic.ValidationError as error:
         problems = "\n".join(f"  {_explain(problem)}" for problem in error.errors())
-        raise UsageError(f"{path}:\n{problems}") from None
+        raise UsageError(f"{source}:\n{problems}") from None
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of job files, by which editors complete and check them."""
+    made = JobSpec.model_json_schema()
+    made["title"] = "farandole.yaml"
+    return made
 
 
 def _explain(problem: Any) -> str:
     # Of a union, pydantic names the member that it tried in the place.
-    place = ".".join(str(p) for p in problem["loc"] if p not in ("str", "list[str]"))
+    place = ".".join(str(p) for p in problem["loc"] if not _is_type(p))
+    if not place:
+        return str(problem["msg"]).removeprefix("Value error, ") + "."
     if problem["type"] == "missing":
         return f"{place}: is missing. Add `{place}: …`."
     if problem["type"] == "extra_forbidden":
@@ -94,6 +128,11 @@ def _explain(problem: Any) -> str:
         near = difflib.get_close_matches(place, fields, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(fields)}."
         return f"{place}: there is no such field. {hint}"
-    wanted = problem["msg"][0].lower() + problem["msg"][1:]
+    said = problem["msg"].removeprefix("Value error, ")
+    wanted = said[0].lower() + said[1:]
     quote = " Put it in quotes." if problem["type"] == "string_type" else ""
     return f"{place}: {problem['input']!r} is not accepted: {wanted}.{quote}"
+
+
+def _is_type(step: object) -> bool:
+    return isinstance(step, str) and ("[" in step or step in ("str", "int", "float"))

@@ -6,6 +6,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from farandole.core import route
+from farandole.core.secret import Secret
+from farandole.elastic.policy import Policy
+from farandole.launch.discovery import Discovery
 from farandole.launch.hosts import Share
 
 GRACE = 30.0
@@ -24,6 +28,38 @@ class Program:
     def __str__(self) -> str:
         how = {"script": "python ", "module": "python -m ", "command": ""}[self.form]
         return how + " ".join(self.argv)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Elastic:
+    """A job whose ranks may change."""
+
+    policy: Policy
+    discovery: Discovery
+    """Where the hosts, and their slots, are looked up."""
+    first: Mapping[str, int]
+    """The hosts to begin with, and their slots."""
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether ranks may run on other machines: if not, nothing listens to the network."""
+        return not all(route.is_own(host) for host in self.first)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """Where the agents of the other hosts come by themselves, instead of being fetched over ssh."""
+
+    address: str
+    """Of this host."""
+    port: int
+    """Where the agents come to. The ranks' store is at the next one."""
+    secret: Secret
+    """By which they know each other, and the ranks too."""
+    patience: float
+    """Seconds until all must have come."""
+    time_limit: float | None = None
+    """Seconds after which the ranks are told to save and end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,3 +87,7 @@ class Task:
     """Seconds that workers get to end after the user's signal."""
     verbose: bool = False
     """Whether to tell how the workers were started."""
+    elastic: Elastic | None = None
+    """What may change while the job runs; ``None``: nothing."""
+    meeting: Meeting | None = None
+    """Where the agents of ``hosts`` come; this host is the first of them."""

@@ -51,6 +51,8 @@ class Rank:
     in_init: bool = False
     stopped: bool = False
     """Whether it ended after it was told to."""
+    done_without: bool = False
+    """Whether it failed, and the job went on without it."""
     tail: deque[bytes] = field(default_factory=deque)
 
     def remember(self, chunk: bytes) -> None:
@@ -163,6 +165,45 @@ class Verdict:
         else:
             self._judge_absent(now)
 
+    # In an elastic job others decide what is a failure of the job.
+
+    def expect(self, number: int) -> None:
+        """One more process; its number is the next."""
+        assert number == len(self.ranks)
+        self.ranks.append(Rank(number))
+
+    def note_report(self, number: int, report: dict[str, Any]) -> None:
+        """A process is about to end by an uncaught exception; whether that matters is open."""
+        self.ranks[number].report = report
+
+    def note_exit(self, number: int, code: int) -> None:
+        """A process has ended; whether that matters is open."""
+        rank = self.ranks[number]
+        rank.code = code
+        rank.stopped = self._stopping
+        rank.done_without = code != 0 and not self._stopping
+
+    def condemn(self, number: int, now: float) -> None:
+        """The end of this process is the failure of the job."""
+        rank = self.ranks[number]
+        rank.done_without = False
+        said = rank.report
+        traceback = said["traceback"].splitlines() if said else None
+        self._failures[number] = Failure(
+            rank=number,
+            at=now,
+            code=rank.code,
+            reason=f"raised {said['exception']}" if said else "",
+            details=failure.shortened(traceback)
+            if traceback
+            else failure.last_words(rank.last_output()),
+        )
+        self._stop_at = now
+
+    def call_off(self, now: float) -> None:
+        """The job has failed by nobody's fault."""
+        self._stop_at = now
+
     def stop(self) -> None:
         """The job is being stopped: what ranks do from now on is no failure."""
         self._stopping = True
@@ -194,7 +235,7 @@ class Verdict:
         cause = self.cause
         fates: dict[str, list[int]] = {
             "failed in the same way": [], "failed because of it": [], "failed too": [],
-            "had finished": [], "stopped": [],
+            "had finished": [], "stopped": [], "lost before": [],
         }  # fmt: skip
         if cause is None:
             return fates
@@ -208,6 +249,8 @@ class Verdict:
             elif own is not None:
                 fate = "failed because of it" if own.victim else "failed too"
                 fates[fate].append(rank.number)
+            elif rank.done_without:
+                fates["lost before"].append(rank.number)
             elif rank.code == 0 and not rank.stopped:
                 fates["had finished"].append(rank.number)
             else:
