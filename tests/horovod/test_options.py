@@ -187,28 +187,13 @@ def test_ssh_options_are_passed_to_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(share.host, len(share.ranks)) for share in task.hosts] == [("node.invalid", 2)]
 
 
-def test_a_discovery_script_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = tmp_path / "hosts.sh"
-    script.write_text("#!/bin/sh\necho node.invalid:2\necho\necho other.invalid\n")
-    script.chmod(0o755)
-    said: list[str] = []
-    words = ["-np", "4", "--slots-per-host", "3", "--host-discovery-script", str(script), "echo"]
-    task = jobs.task_of(parse(monkeypatch, *words), said.append)
-    shares = [(share.host, len(share.ranks)) for share in task.hosts]
-    assert shares == [("node.invalid", 2), ("other.invalid", 2)]
-    assert "fixed size: node.invalid:2,other.invalid:3." in said[0]
-
-
 @pytest.mark.parametrize(
     ("words", "wrong"),
     [
         (["-np", "2"], "no program"),
         (["-np", "2", "--"], "no program"),
         (["-np", "3", "-H", "a:2", "echo"], "3 ranks are wanted"),
-        (["--host-discovery-script", "./none.sh", "echo"], "none.sh: No such file"),
-        (["--host-discovery-script", "false", "echo"], "false failed with exit code 1"),
-        (["--host-discovery-script", "true", "echo"], "true names no host"),
-        (["--host-discovery-script", "true", "-H", "a:2", "echo"], "by one"),
+        (["--reset-limit", "1", "-np", "2", "--min-np", "3", "echo"], "--min-np 3 must be from 1"),
     ],
 )
 def test_arguments_that_ask_for_the_impossible(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from farandole.comm.ops import Op
 from farandole.core.errors import CollectiveError as HorovodInternalError
-from farandole.torch import mpi_ops
+from farandole.torch import elastic, mpi_ops
 from farandole.torch.backend.register import register as _register_backend
 from farandole.torch.builds import (
     ccl_built,
@@ -30,6 +30,7 @@ from farandole.torch.builds import (
     nccl_built,
     rocm_built,
 )
+from farandole.torch.checkpoint import Checkpoints, export_weights
 from farandole.torch.collectives import (
     allgather,
     allgather_async,
@@ -97,6 +98,7 @@ _register_backend()
 __all__ = [
     "Adasum",
     "Average",
+    "Checkpoints",
     "Compression",
     "DataLoader",
     "DistributedOptimizer",
@@ -130,6 +132,8 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
+    "export_weights",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -7,9 +7,8 @@ used, since often only one rank makes one, to save it.
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections import defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 
 from farandole.comm import group as groups
@@ -26,12 +25,10 @@ _SET = 1_000_000_000
 
 @dataclass
 class _Counters:
-    created: dict[tuple[int, int], itertools.count[int]] = field(
-        default_factory=lambda: defaultdict(itertools.count)
-    )
-    copied: dict[tuple[int, int], itertools.count[int]] = field(
-        default_factory=lambda: defaultdict(itertools.count)
-    )
+    """How many there have been, by process set."""
+
+    created: Counter[tuple[int, int]] = field(default_factory=Counter)
+    copied: Counter[tuple[int, int]] = field(default_factory=Counter)
 
 
 _counters: weakref.WeakKeyDictionary[groups.GroupRef, _Counters] = weakref.WeakKeyDictionary()
@@ -84,7 +81,7 @@ class Channel:
         """The channel is used now: a copy gets its number."""
         if self._number is None:
             counters = _counters.setdefault(self._root, _Counters())
-            self._number = _COPIES + next(counters.copied[self._process_set.scope()])
+            self._number = _COPIES + _next(counters.copied, self._process_set.scope())
 
     @property
     def order(self) -> int:
@@ -103,7 +100,26 @@ def claim(process_set: ProcessSet) -> Channel:
     """The next optimizer's channel. ``NotInitializedError`` before ``init()``."""
     ref = groups.root()
     counters = _counters.setdefault(ref, _Counters())
-    return Channel(ref, next(counters.created[process_set.scope()]), process_set)
+    return Channel(ref, _next(counters.created, process_set.scope()), process_set)
+
+
+def mark() -> dict[tuple[int, int], int]:
+    """How many optimizers this process has made so far, for :func:`rewind`."""
+    return dict(_counters.setdefault(groups.root(), _Counters()).created)
+
+
+def rewind(to: dict[tuple[int, int], int]) -> None:
+    """Number the next optimizers as after :func:`mark`.
+
+    For what is run again: optimizers that it makes take the place of those that it made before,
+    under the numbers that they have in a process that runs it for the first time.
+    """
+    _counters.setdefault(groups.root(), _Counters()).created = Counter(to)
+
+
+def _next(counter: Counter[tuple[int, int]], scope: tuple[int, int]) -> int:
+    counter[scope] += 1
+    return counter[scope] - 1
 
 
 def claim_later(process_set: ProcessSet) -> Channel:

@@ -49,19 +49,20 @@ class ProcessSet:
             raise UsageError(f"A process set has each rank once; got {ranks}.")
         self._ranks = sorted(ranks)
         self._number: int | None = None
-        self._generation: int | None = None
+        self._lineage: int | None = None
 
     @property
     def process_set_id(self) -> int | None:
         """The set's number, alike on all ranks; ``None`` when it is not registered."""
-        if not _formed() or self._generation != groups.root().current.generation:
+        if not _formed() or self._lineage != groups.root().current.lineage:
             return None
         return self._number
 
     @property
     def ranks(self) -> list[int] | None:
-        """The global ranks, sorted."""
-        return list(self._ranks)
+        """The global ranks, sorted; in an elastic job, those of its ranks that are left, as now."""
+        number = self.process_set_id
+        return list(self._ranks if number is None else groups.root().current.sets()[number])
 
     def included(self) -> bool | None:
         """Whether this process belongs to it; ``None`` when it is not registered."""
@@ -99,7 +100,7 @@ class ProcessSet:
 
         ``UsageError`` when it is not registered there.
         """
-        if self._number is None or self._generation != root.generation:
+        if self._number is None or self._lineage != root.lineage:
             raise UsageError(
                 f"{self} is not registered. Give it to init(process_sets=[...]), or to "
                 "add_process_set(), on all ranks; again after each shutdown()."
@@ -108,17 +109,18 @@ class ProcessSet:
 
     def scope(self) -> tuple[int, int]:
         """Names the set among all that this process has seen."""
-        return self._generation or 0, self._number or 0
+        return self._lineage or 0, self._number or 0
 
     def _register(self) -> None:
         root = groups.root().current
         if self.process_set_id is not None:
             raise UsageError(f"{self} is registered already.")
+        handed_on = root.find_set(self._ranks) if _is_newcomer(root) else None
         try:
-            self._number = root.add_set(self._ranks)
+            self._number = root.add_set(self._ranks) if handed_on is None else handed_on
         except MismatchError as error:
             raise UsageError(error.message, ranks=error.ranks) from None
-        self._generation = root.generation
+        self._lineage = root.lineage
 
     def _remove(self) -> bool:
         number = self.process_set_id
@@ -179,6 +181,14 @@ def _formed() -> bool:
     except NotInitializedError:
         return False
     return True
+
+
+def _is_newcomer(root: Group) -> bool:
+    """Whether this process has joined a group whose other ranks have their sets already."""
+    meeting = groups.root().meeting
+    summons = None if meeting is None else meeting.summons
+    world = None if summons is None else summons.world
+    return world is not None and summons is not None and summons.number in world.fresh
 
 
 def root_within(group: Group, root_rank: int) -> int:

@@ -6,7 +6,8 @@ import atexit
 import logging
 import sys
 import traceback
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 from farandole.comm import group as groups
 from farandole.core import log
@@ -20,10 +21,13 @@ from farandole.core.errors import (
 )
 from farandole.core.topology import assigned
 from farandole.monitor import report
-from farandole.torch import timeline
+from farandole.torch import chaos, timeline
 from farandole.torch.process_sets import ProcessSet, add_process_set
 
 _log = logging.getLogger(__name__)
+
+_followed: weakref.WeakKeyDictionary[groups.GroupRef, groups.Group] = weakref.WeakKeyDictionary()
+"""The group of each ref whose timeline was begun last."""
 
 _at_exit = False
 _sheet: report.TimeSheet | None = None
@@ -67,7 +71,9 @@ def init(
         atexit.register(_leave_at_exit)
     if fresh:
         try:
-            timeline.follow(current())
+            if settings.chaos is not None:
+                chaos.follow(settings.chaos)
+            follow()
             _begin(comm, process_sets)
         except UsageError:
             shutdown()
@@ -95,6 +101,16 @@ def _begin(comm: Sequence[int] | None, sets: str | Sequence[ProcessSet] | None) 
         add_process_set(process_set)
 
 
+def follow() -> None:
+    """The root group has a successor: go on with what is recorded of this process."""
+    ref = groups.root()
+    before = _followed.get(ref)
+    if before is not None and before is not ref.current:
+        timeline.leave(before, failing=True)
+    _followed[ref] = ref.current
+    timeline.follow(ref.current)
+
+
 def shutdown() -> None:
     """Leave the job. Collectives in flight raise ``ShutDownError``; repeating does nothing.
 
@@ -115,8 +131,24 @@ def _leave_at_exit() -> None:
     _leave(reason_of_end())
 
 
+def before_shutdown(settle: Callable[[], None]) -> None:
+    """Have ``settle`` called before this process leaves a job well, as long as there is a group.
+
+    Example::
+
+        before_shutdown(checkpoints.wait)
+    """
+    _settling.append(settle)
+
+
+_settling: list[Callable[[], None]] = []
+
+
 def _leave(reason: str | None) -> None:
     if is_initialized():
+        if reason is None and current().broken is None:
+            for settle in _settling:
+                settle()
         timeline.leave(current(), failing=reason is not None)
         if _sheet is not None:
             _hand_in(_sheet)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from farandole.core.errors import CollectiveError as HorovodInternalError
+from farandole.elastic.interrupt import HostsUpdatedInterrupt
 
-__all__ = ["HorovodInternalError", "HorovodVersionMismatchError"]
+__all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt"]
 
 
 class HorovodVersionMismatchError(ImportError):

@@ -137,7 +137,7 @@ def run_job(arguments: Arguments) -> list[Any] | None:
     if "error" in outcome:
         raise (UsageError if outcome["usage"] else SetupError)(outcome["error"])
     if outcome["code"] != 0:
-        raise _failure(outcome["code"], outcome["failure"])
+        raise _failure(outcome["code"], outcome["failure"], outcome["why"])
     return None if function is None else _unpack(outcome["sizes"], payload)
 
 
@@ -217,9 +217,12 @@ def _passing_on(pipe: IO[bytes], target: Any) -> threading.Thread:
     return thread
 
 
-def _failure(code: int, failure: dict[str, Any] | None) -> JobFailed:
+def _failure(code: int, failure: dict[str, Any] | None, why: str | None) -> JobFailed:
     if failure is None:
-        return JobFailed(f"{_FAILED} The job's exit code is {code}; what failed is shown above.")
+        also = f" {why}" if why else ""
+        return JobFailed(
+            f"{_FAILED}{also} The job's exit code is {code}; what failed is shown above."
+        )
     rank = failure["rank"]
     return JobFailed(
         f"{_FAILED} The first was rank {rank}:\n{failure['traceback'].rstrip()}", ranks=[rank]

@@ -19,6 +19,7 @@ from farandole.core.store import LocalStore
 from farandole.horovod.runner import callee, jobs, parcels
 from farandole.horovod.runner.options import Arguments
 from farandole.launch import job, kernel
+from farandole.launch.elastic import WHY
 
 
 def main() -> None:
@@ -49,8 +50,10 @@ def _run(arguments: Arguments, store: LocalStore) -> tuple[dict[str, Any], list[
         return {"error": error.message, "usage": isinstance(error, ValueError)}, []
     results = [parcels.take(store, callee.result_of(rank)) for rank in range(task.size)]
     failure = store.peek(callee.FAILURE)
+    why = store.peek(WHY)
     outcome = {
         "code": code,
+        "why": None if why is None else why.decode(),
         "failure": None if failure is None else json.loads(failure),
         "sizes": [None if result is None else len(result) for result in results],
     }

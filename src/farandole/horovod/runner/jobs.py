@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from farandole.core.config import environment as current_environment
 from farandole.core.errors import UsageError
 from farandole.horovod.runner.options import Arguments, environment_of, without_effect
 from farandole.launch import early, plan
 from farandole.launch.task import Task
-
-DISCOVERY_LIMIT = 60.0
-"""Seconds that a script which names the hosts may take."""
 
 
 def task_of(arguments: Arguments, say: Callable[[str], None] | None = None) -> Task:
@@ -24,12 +21,6 @@ def task_of(arguments: Arguments, say: Callable[[str], None] | None = None) -> T
     ``UsageError`` says what is wrong with them.
     """
     say = say or _say
-    hosts = arguments.hosts
-    if arguments.host_discovery_script:
-        if hosts or arguments.hostfile:
-            raise UsageError("Name hosts by --host-discovery-script, -H or --hostfile: by one.")
-        hosts = discover(arguments.host_discovery_script, arguments.slots)
-        say(f"--host-discovery-script is asked once, for the job has a fixed size: {hosts}.")
     for line in without_effect(arguments, current_environment()):
         say(line)
     program = list(arguments.command or ())
@@ -42,12 +33,34 @@ def task_of(arguments: Arguments, say: Callable[[str], None] | None = None) -> T
         ranks=arguments.num_proc,
         env=[f"{name}={text}" for name, text in _variables(arguments, say).items()],
         output_dir=arguments.output_filename,
-        hosts=hosts,
+        hosts=arguments.hosts,
         hostfile=arguments.hostfile,
         ssh=_ssh(arguments),
         start_timeout=arguments.start_timeout,
         verbose=bool(arguments.verbose),
+        **(_elastic(arguments) if is_elastic(arguments) else {}),
     )
+
+
+def is_elastic(arguments: Arguments) -> bool:
+    """Whether the number of ranks may change."""
+    return bool(arguments.host_discovery_script or arguments.min_num_proc or arguments.max_num_proc)
+
+
+def _elastic(arguments: Arguments) -> dict[str, Any]:
+    timeout = arguments.elastic_timeout or current_environment().get("HOROVOD_ELASTIC_TIMEOUT")
+    return {
+        "min_np": arguments.min_num_proc or arguments.num_proc,
+        "max_np": arguments.max_num_proc,
+        "host_discovery_script": arguments.host_discovery_script,
+        "slots_per_host": arguments.slots,
+        "reset_limit": arguments.reset_limit,
+        "elastic_timeout": float(timeout) if timeout else None,
+        "blacklist_cooldown_range": arguments.cooldown_range,
+        "on_loss": arguments.on_loss or "host",
+        "discovery_interval": arguments.discovery_interval,
+        "awaits_newcomers": True,
+    }
 
 
 def agent_for(task: Task) -> early.Agent:
@@ -57,35 +70,6 @@ def agent_for(task: Task) -> early.Agent:
     ]
     how = [] if task.fork else ["--no-fork"]
     return early.start_agent([*how, "-np", str(task.size), *given, *task.program.argv])
-
-
-def discover(script: str, slots: int | None) -> str:
-    """The hosts that ``script`` prints, one a line, in the syntax of ``-H``.
-
-    A host without a number of slots has ``slots``. ``UsageError`` when the script fails.
-    """
-    try:
-        done = subprocess.run(
-            shlex.split(script),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=DISCOVERY_LIMIT,
-        )
-    except OSError as error:
-        raise UsageError(f"--host-discovery-script {script}: {error.strerror}.") from None
-    except subprocess.TimeoutExpired:
-        limit = f"{DISCOVERY_LIMIT:g}"
-        raise UsageError(f"--host-discovery-script {script} did not end in {limit} s.") from None
-    if done.returncode != 0:
-        raise UsageError(
-            f"--host-discovery-script {script} failed with exit code {done.returncode}: "
-            f"{done.stderr.strip()}"
-        )
-    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    if not lines:
-        raise UsageError(f"--host-discovery-script {script} names no host.")
-    return ",".join(f"{line}:{slots}" if slots and ":" not in line else line for line in lines)
 
 
 def _ssh(arguments: Arguments) -> str | None:

@@ -20,9 +20,18 @@ from farandole.horovod.common.util import (
 from farandole.horovod.runner import jobs
 from farandole.horovod.runner.calling import run_job as _run
 from farandole.horovod.runner.common.util import config_parser
+from farandole.horovod.runner.elastic import driver
 from farandole.horovod.runner.options import OPTIONS, Arguments, Option
 
-__all__ = ["_run", "check_build", "gloo_built", "mpi_built", "parse_args", "run_commandline"]
+__all__ = [
+    "_run",
+    "_run_elastic",
+    "check_build",
+    "gloo_built",
+    "mpi_built",
+    "parse_args",
+    "run_commandline",
+]
 
 _TITLES = {
     "hosts": "hosts and ssh",
@@ -67,6 +76,13 @@ def run_commandline() -> None:
         sys.stderr.write(f"horovodrun: {error}\n")
         code = 2 if isinstance(error, UsageError) else 1
     raise SystemExit(code)
+
+
+def _run_elastic(args: Arguments) -> list[Any] | None:
+    """Run an elastic job, as patient as :mod:`~farandole.horovod.runner.elastic.driver` says."""
+    args.discovery_interval = driver.DISCOVER_HOSTS_FREQUENCY_SECS
+    args.elastic_timeout = args.elastic_timeout or driver.ELASTIC_TIMEOUT_SECS
+    return _run(args)
 
 
 def check_build(verbose: bool) -> None:

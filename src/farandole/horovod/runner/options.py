@@ -15,7 +15,6 @@ from typing import Any
 _NO_MPI = "Farandole has no MPI in it; to start ranks by mpirun, write `mpirun ... python ...`"
 _NO_BAYES = "the search has a number of samples of its own and no model of the noise"
 _OWN_ALGORITHM = "the engine chooses its algorithm by itself"
-_FIXED_SIZE = "the job has the fixed size -np"
 
 LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
@@ -156,27 +155,31 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="min_num_proc", on=("--min-np", "--min-num-proc"), kind=int, least=1,
-        section="elastic", why_not=_FIXED_SIZE,
+        section="elastic", help="go on with as few ranks as this [default: -np]",
     ),
     Option(
         name="max_num_proc", on=("--max-np", "--max-num-proc"), kind=int, least=1,
-        section="elastic", why_not=_FIXED_SIZE,
+        section="elastic", help="up to so many ranks [default: as many as there are slots]",
     ),
     Option(
-        name="slots", on=("--slots-per-host",), kind=int, least=1, section="hosts",
-        help="slots of hosts that --host-discovery-script names without a number",
+        name="slots", on=("--slots-per-host",), kind=int, least=1, section="elastic",
+        help="ranks of a host that the discovery script names without a number",
     ),
     Option(
         name="elastic_timeout", on=("--elastic-timeout",), kind=int, least=0, section="elastic",
-        why_not=_FIXED_SIZE,
+        help="seconds to wait for --min-np ranks [default: 600]",
     ),
     Option(
         name="reset_limit", on=("--reset-limit",), kind=int, least=0, section="elastic",
-        why_not=_FIXED_SIZE,
+        help="how often the ranks may change [default: any number of times]",
     ),
     Option(
         name="cooldown_range", on=("--blacklist-cooldown-range",), kind=int, count=2,
-        section="elastic", why_not=_FIXED_SIZE,
+        section="elastic", help="seconds that a host is avoided after a loss, shortest and longest",
+    ),
+    Option(
+        name="on_loss", on=("--on-loss",), kind=str, section="elastic", choices=("rank", "host"),
+        help="what goes when a rank is lost, which Horovod does not have [default: host]",
     ),
     Option(
         name="timeline_filename", on=("--timeline-filename",), kind=str, section="timeline",
@@ -255,7 +258,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="host_discovery_script", on=("--host-discovery-script",), kind=str, section="hosts",
-        help="program that prints hosts, as in `node1:4`, one a line; it is asked once",
+        help="program that prints the hosts of now, one a line, as in node1:4",
     ),
     Option(name="use_gloo", on=("--gloo",), section="controller", help="what is used anyway"),
     Option(name="use_mpi", on=("--mpi",), section="controller", why_not=_NO_MPI),
@@ -277,6 +280,7 @@ class Arguments(Namespace):
         self.command: list[str] | None = None
         self.run_func: Callable[[], Any] | None = None
         self.executable: str | None = None
+        self.discovery_interval: float | None = None
         for name, value in given.items():
             setattr(self, name, value)
 

@@ -1,0 +1,1 @@
+"""What programs and tests import of Horovod's driver of elastic jobs."""
