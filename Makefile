@@ -32,6 +32,9 @@ $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	# The schemas of an older Kubernetes, beside the newest ones. No package depends on it.
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/kubernetes-1.34 \
+	  kubernetes-validate==1.34.1
 	@touch $(READY)
 
 demo: $(READY)

@@ -9,6 +9,18 @@ import click
 
 _COMMANDS = {
     "run": "Train on all of this machine: start a script on several ranks.",
+    "init": "Write a job file to begin with.",
+    "submit": "Run a job on a Kubernetes cluster.",
+    "list": "The jobs on the cluster.",
+    "status": "How a job on the cluster stands.",
+    "logs": "What a job on the cluster prints.",
+    "explain": "Why a job on the cluster does not run, or failed.",
+    "events": "What the cluster has to say of a job.",
+    "shell": "Open a shell in a pod of a job.",
+    "stop": "Stop a job on the cluster; it can be resumed.",
+    "resume": "Let a stopped job go on.",
+    "scale": "Change the number of nodes of an elastic job.",
+    "delete": "Delete a job and all that belongs to it.",
     "bench": "Measure Farandole and its rivals side by side on this machine.",
     "doctor": "Say what this machine offers for training, and what is missing.",
 }

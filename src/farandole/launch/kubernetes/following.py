@@ -1,0 +1,181 @@
+"""The output of a job's pods, followed through disconnects without a lost or doubled line.
+
+Kubernetes numbers no lines, but tells the time of each to the nanosecond. A connection that broke
+off is begun anew a second before the last line that was seen, and what was seen is dropped: lines
+of earlier times, and of the last time as many as there were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from farandole.launch.kubernetes import kinds, naming, standing
+from farandole.launch.kubernetes.cluster import Cluster, Expired, Refused, Unreachable
+from farandole.launch.kubernetes.submission import Manifest
+
+PAUSE = 1.0
+"""Seconds between two attempts at a log that is not there or has broken off."""
+ATTEMPTS = 10
+"""At a log that is to be read once."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of one pod."""
+
+    time: str
+    index: int
+    pod: str
+    text: bytes
+
+
+class Tail:
+    """Which lines of a log are new, whatever is sent again. Pure."""
+
+    def __init__(self) -> None:
+        self._last = ""
+        """The time of the last line."""
+        self._count = 0
+        """Lines of that time."""
+        self._again = 0
+        """Of them, those that were sent again since the log was begun anew."""
+
+    @property
+    def since(self) -> str | None:
+        """From when on to ask; ``None``: from the beginning."""
+        if not self._last:
+            return None
+        whole = datetime.datetime.fromisoformat(self._last[:19] + "+00:00")
+        return (whole - datetime.timedelta(seconds=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    def begin(self) -> None:
+        """The log is read anew, from :attr:`since` on."""
+        self._again = 0
+
+    def accept(self, time: str) -> bool:
+        """Whether a line of this time, the next one, is new."""
+        moment = _comparable(time)
+        if moment < self._last:
+            return False
+        if moment > self._last:
+            self._last, self._count, self._again = moment, 1, 1
+            return True
+        self._again += 1
+        if self._again <= self._count:
+            return False
+        self._count = self._again
+        return True
+
+
+def _comparable(time: str) -> str:
+    """Times of one length: Kubernetes leaves out zeros at the end."""
+    whole, _, rest = time.rstrip("Z").partition(".")
+    return f"{whole}.{rest:0<9}"
+
+
+async def past(cluster: Cluster, name: str) -> list[Line]:
+    """All lines of all pods that are there, earlier attempts too, in the order of their times."""
+    pods, _ = await cluster.find(kinds.POD, naming.selector(name))
+    found: list[Line] = []
+    for pod in pods:
+        found += await whole(cluster, pod)
+    return sorted(found, key=lambda line: (_comparable(line.time), line.index))
+
+
+async def whole(cluster: Cluster, pod: Manifest) -> list[Line]:
+    """The lines of one pod; what is missing after a connection broke off is asked for again."""
+    tail = Tail()
+    found: list[Line] = []
+    for _ in range(ATTEMPTS):
+        if await _read_on(cluster, pod, tail, found):
+            return found
+        await asyncio.sleep(PAUSE)
+    raise Unreachable(f"The log of {pod['metadata']['name']} breaks off again and again.")
+
+
+async def _read_on(cluster: Cluster, pod: Manifest, tail: Tail, found: list[Line]) -> bool:
+    """Add what ``tail`` has not seen; whether that was all."""
+    try:
+        async for line in read(cluster, pod, tail):
+            found.append(line)  # noqa: PERF401 - what came before a break counts
+    except Unreachable:
+        return False
+    return True
+
+
+async def follow(
+    cluster: Cluster, name: str, over: Callable[[], bool] = lambda: False
+) -> AsyncIterator[Line]:
+    """The lines of all pods as they come, those of pods that start later too, until ``over()`` and
+    all logs have ended."""
+    lines: asyncio.Queue[Line | None] = asyncio.Queue()
+    watcher = asyncio.create_task(_watch(cluster, name, lines, over))
+    try:
+        while (line := await lines.get()) is not None:
+            yield line
+    finally:
+        watcher.cancel()
+    await watcher
+
+
+async def _watch(
+    cluster: Cluster, name: str, lines: asyncio.Queue[Line | None], over: Callable[[], bool]
+) -> None:
+    """Have a task for the log of each pod."""
+    readers: dict[str, asyncio.Task[None]] = {}
+    try:
+        while True:
+            pods, _ = await cluster.find(kinds.POD, naming.selector(name))
+            for pod in pods:
+                key = pod["metadata"]["name"]
+                if key not in readers and _has_log(pod):
+                    readers[key] = asyncio.create_task(_pump(cluster, pod, lines))
+            if over() and all(reader.done() for reader in readers.values()):
+                break
+            await asyncio.sleep(PAUSE)
+    finally:
+        for reader in readers.values():
+            reader.cancel()
+        await asyncio.gather(*readers.values(), return_exceptions=True)
+        lines.put_nowait(None)
+
+
+async def _pump(cluster: Cluster, pod: Manifest, lines: asyncio.Queue[Line | None]) -> None:
+    """Follow one pod's log to its end, through whatever breaks off."""
+    tail = Tail()
+    name = pod["metadata"]["name"]
+    ended = False
+    while True:
+        broken = False
+        try:
+            now = await cluster.get(kinds.POD, name)
+            ended = now is None or now["status"].get("phase") in ("Succeeded", "Failed")
+            async for line in read(cluster, pod, tail, follow=True):
+                lines.put_nowait(line)
+        except Refused:
+            pass  # no log yet, or no longer
+        except (Unreachable, Expired):
+            broken = True  # there may be more, although the pod has ended
+        if ended and not broken:
+            return
+        await asyncio.sleep(PAUSE)
+
+
+async def read(
+    cluster: Cluster, pod: Manifest, tail: Tail | None = None, *, follow: bool = False
+) -> AsyncIterator[Line]:
+    """The lines of one pod that ``tail`` has not seen."""
+    tail = tail or Tail()
+    tail.begin()
+    name = pod["metadata"]["name"]
+    container = pod["spec"]["containers"][0]["name"]
+    async for time, text in cluster.log(name, container, since=tail.since, follow=follow):
+        if tail.accept(time):
+            yield Line(time, standing.index_of(pod), name, text)
+
+
+def _has_log(pod: Manifest) -> bool:
+    return pod.get("status", {}).get("phase") in ("Running", "Succeeded", "Failed")
