@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launching import Launcher, wait_until
 from test_elastic_hosts import TRAIN, wait_for
 from test_fleet import SSH
+
+from farandole.launch.elastic_fleet import ElasticFleet, Guest
+from farandole.launch.hosts import Share
 
 
 def agents_of(host: str) -> list[int]:
@@ -24,6 +28,19 @@ def agents_of(host: str) -> list[int]:
         if f"HOST_OF_AGENT={host}".encode() in variables and b"farandole.launch" in command:
             found.append(int(entry.name))
     return found
+
+
+def test_secrets_do_not_travel_by_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It authenticates and does not hide: agents elsewhere get them by ssh."""
+    fleet = ElasticFleet.__new__(ElasticFleet)
+    fleet._secrets = {"FARANDOLE_SECRET": "ab" * 32}
+    sent: list[dict[str, Any]] = []
+    guest = Guest(Share("b", range(0)), "10.0.0.1", ready=True)
+    monkeypatch.setattr(guest, "send", lambda _kind, **fields: sent.append(fields))
+    own = {"FARANDOLE_STORE": "127.0.0.1:5", "FARANDOLE_SECRET": "ab" * 32, "RANK": "1"}
+    guest.waiting.append((1, own))
+    fleet._hand_over(guest)
+    assert sent == [{"numbers": [1], "ranks": [{"FARANDOLE_STORE": "10.0.0.1:5", "RANK": "1"}]}]
 
 
 @pytest.mark.slow

@@ -18,8 +18,6 @@ from farandole.launch.fleet import Member
 from farandole.launch.hosts import Share
 from farandole.launch.task import Task
 
-_SECRET = "FARANDOLE_SECRET"
-
 
 class ElasticArrivals(ElasticFleet):
     """See the module. To be used as a ``Channel``."""
@@ -36,11 +34,6 @@ class ElasticArrivals(ElasticFleet):
     def _open(self, listen: str, *_: Any) -> None:
         meeting = self._meeting
         super()._open(meeting.address, meeting.secret, meeting.port)
-
-    def send(self, kind: str, /, **fields: Any) -> None:
-        """See :class:`ElasticFleet`. What could not be started needs no end."""
-        if kind not in ("end", "stack") or fields["rank"] in self._numbers:
-            super().send(kind, **fields)
 
     def on_close(self, peer: Peer, error: FarandoleError | None) -> None:
         """See ``core.server.Handler``. Nobody else knows more of the reason, so nothing waits."""
@@ -79,12 +72,6 @@ class ElasticArrivals(ElasticFleet):
         guest.send("prepare", stdin=False, environment=None)
         guest.send("start", ranks=[], replaces=True)
         self._tell_hosts()
-
-    def _hand_over(self, guest: Guest) -> None:
-        if guest is not self._local:
-            for _, own in guest.waiting:
-                del own[_SECRET]  # its agent has it, and it does not travel here
-        super()._hand_over(guest)
 
     def _lose(self, member: Member, why: str) -> None:
         if member in self._leaving:

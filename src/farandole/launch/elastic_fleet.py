@@ -21,6 +21,8 @@ from farandole.launch.fleet import SSH_PORT, Fleet, Member
 from farandole.launch.hosts import Share
 from farandole.launch.task import Task
 
+SECRET = "FARANDOLE_SECRET"
+
 _EVERYWHERE = "0.0.0.0"
 """Which hosts will come, and by which interface, is not known when the server begins to listen."""
 
@@ -46,6 +48,9 @@ class ElasticFleet(Fleet):
         self._agent = local
         self._wish: dict[str, Any] = {}
         """The message that starts an agent's work."""
+        self._secrets: dict[str, str] = {}
+        """Variables that agents elsewhere know: they do not travel by the link, which hides
+        nothing."""
         self._finishing = False
         self._open(_EVERYWHERE)
 
@@ -57,7 +62,9 @@ class ElasticFleet(Fleet):
             for number, own in zip(fields["numbers"], fields["ranks"], strict=True):
                 self._spawn(number, own)
         elif kind in ("end", "stack"):
-            self._numbers[fields["rank"]].send(kind, **fields)
+            guest = self._numbers.get(fields["rank"])
+            if guest is not None:  # what could not be started needs no end
+                guest.send(kind, **fields)
         else:
             for member in self._members:
                 member.send(kind, **fields)
@@ -73,6 +80,7 @@ class ElasticFleet(Fleet):
 
     def _spawn(self, number: int, own: dict[str, str]) -> None:
         host = own["HOROVOD_HOSTNAME"]
+        self._secrets = {SECRET: own[SECRET]}
         try:
             guest = self._guest(host, int(own["FARANDOLE_LOCAL_SIZE"]))
         except FarandoleError as error:
@@ -120,7 +128,12 @@ class ElasticFleet(Fleet):
             "secret": self._secret.hex(),
             "limit": self._task.start_timeout,
             "slots": slots,
-            "task": {**self._wish, "environment": None, "terminal": {}},
+            "task": {
+                **self._wish,
+                "environment": None,
+                "terminal": {},
+                "secrets": self._secrets,
+            },
         }
         guest.login = ssh.Login(
             self._task.ssh, host, self._task.remote_python, wish, self._task.start_timeout
@@ -136,7 +149,9 @@ class ElasticFleet(Fleet):
         ranks = []
         for _, own in waiting:
             port = Address.parse(own["FARANDOLE_STORE"]).port
-            ranks.append({**own, "FARANDOLE_STORE": str(Address(guest.own, port))})
+            known = {} if guest.channel is not None else self._secrets
+            told = {name: text for name, text in own.items() if name not in known}
+            ranks.append({**told, "FARANDOLE_STORE": str(Address(guest.own, port))})
         guest.send("spawn", numbers=[number for number, _ in waiting], ranks=ranks)
 
     # ---- what agents say
