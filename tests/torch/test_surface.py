@@ -81,7 +81,7 @@ HOROVOD = [
     "stop_timeline",
 ]
 
-OURS = ["DataLoader"]
+OURS = ["Checkpoints", "DataLoader", "elastic", "export_weights"]
 
 
 def test_names():

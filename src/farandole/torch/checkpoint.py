@@ -7,14 +7,16 @@ import json
 import os
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from farandole.core.errors import FarandoleError, UsageError
-from farandole.elastic.checkpoint.saver import Saver
 from farandole.elastic.checkpoint.shelf import Shelf
 from farandole.torch.session import before_shutdown, current
+
+if TYPE_CHECKING:
+    from farandole.elastic.checkpoint.saver import Saver
 
 
 class Checkpoints:
@@ -57,6 +59,9 @@ class Checkpoints:
                     f"{name}={type(part).__name__} has no state_dict(). Give plain values to "
                     "save(): save(step, epoch=epoch)."
                 )
+        # It brings torch.distributed.checkpoint, which takes long to import.
+        from farandole.elastic.checkpoint.saver import Saver
+
         self._parts = parts
         self._saver = Saver(Shelf(folder, keep=keep), current)
         _savers.add(self._saver)
