@@ -107,11 +107,7 @@ _BYTES = Kind(
 )
 _COUNT = Kind("a whole number, at least 0", int, _BYTES.accepts)
 _POSITIVE = Kind("a whole number, at least 1", int, lambda v: _BYTES.accepts(v) and v >= 1)
-_COUNT_OR_NONE = Kind(
-    "a whole number, at least 0",
-    int,
-    lambda v: v is None or (isinstance(v, int) and not isinstance(v, bool) and v >= 0),
-)
+_COUNT_OR_NONE = Kind(_COUNT.accepted, int, lambda v: v is None or _COUNT.accepts(v))
 _SECONDS = Kind("a number of seconds, at least 0", float, lambda v: _is_real(v) and v >= 0)
 _SOME_SECONDS = Kind("a number of seconds above 0", float, lambda v: _is_real(v) and v > 0)
 _INTERFACE = Kind(

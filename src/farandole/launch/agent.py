@@ -44,6 +44,7 @@ import sys
 import termios
 import time
 import tty
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,9 +89,16 @@ def serve(sock: socket.socket, parent: early.ForkingParent | None) -> None:
 class Agent:
     """The event loop. One thread, so that the bond between workers and agent is to the agent."""
 
-    def __init__(self, channel: Channel, parent: early.ForkingParent | None) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        parent: early.ForkingParent | None,
+        secrets: Mapping[str, str] | None = None,
+    ) -> None:
         self._channel = channel
         self._parent = parent
+        self._secrets = secrets or {}
+        """Variables of workers that are known here, and do not travel with messages."""
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, Worker] = {}
         self._streams: dict[int, tuple[Worker, str]] = {}
@@ -218,6 +226,8 @@ class Agent:
         return bool(self._task.get("replaces"))
 
     def _launch(self, workers: list[Worker]) -> None:
+        for each in workers:
+            each.own = {**self._secrets, **each.own}
         self._workers.update((each.rank, each) for each in workers)
         try:
             for each in workers:

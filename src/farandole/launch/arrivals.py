@@ -13,15 +13,13 @@ from typing import Any
 
 from farandole.core.errors import FarandoleBug, FarandoleError, SetupError
 from farandole.core.server import Peer
-from farandole.launch import early
+from farandole.launch import early, environment
 from farandole.launch.channel import Channel, Message
 from farandole.launch.fleet import Fleet, Member
 from farandole.launch.task import Task
 
 SAY_EVERY = 30.0
 """Seconds between two words on who is awaited."""
-
-_SECRET = "FARANDOLE_SECRET"
 
 
 class Arrivals(Fleet):
@@ -65,7 +63,7 @@ class Arrivals(Fleet):
         """What is to be run the agent knows, and the secret, which does not travel here."""
         ranks = [{**own, **master} for own in self._own(member, start)]
         for own in ranks:
-            del own[_SECRET]
+            del own[environment.SECRET]
         member.send("start", ranks=ranks)
 
     # ---- coming and going

@@ -15,13 +15,11 @@ from farandole.core import config, route
 from farandole.core.address import Address
 from farandole.core.errors import FarandoleError
 from farandole.core.server import Peer
-from farandole.launch import early, remote, ssh
+from farandole.launch import early, environment, remote, ssh
 from farandole.launch.channel import Channel, Message
 from farandole.launch.fleet import SSH_PORT, Fleet, Member
 from farandole.launch.hosts import Share
 from farandole.launch.task import Task
-
-SECRET = "FARANDOLE_SECRET"
 
 _EVERYWHERE = "0.0.0.0"
 """Which hosts will come, and by which interface, is not known when the server begins to listen."""
@@ -80,7 +78,7 @@ class ElasticFleet(Fleet):
 
     def _spawn(self, number: int, own: dict[str, str]) -> None:
         host = own["HOROVOD_HOSTNAME"]
-        self._secrets = {SECRET: own[SECRET]}
+        self._secrets = {environment.SECRET: own[environment.SECRET]}
         try:
             guest = self._guest(host, int(own["FARANDOLE_LOCAL_SIZE"]))
         except FarandoleError as error:

@@ -15,12 +15,15 @@ NAMES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PLACES = ("FARANDOLE", "HOROVOD")
 """Under whose names a worker finds its place."""
 
+SECRET = "FARANDOLE_SECRET"
+"""The job's secret: it travels where it is hidden, by ssh or in an object of the cluster."""
+
 _OF_AN_OUTER_LAUNCHER = ("TORCHELASTIC_RUN_ID", "GROUP_RANK", "ROLE_RANK")
 _PER_RANK = frozenset(
     [f"{place}_{name}" for place in PLACES for name in
      ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")]
     + ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-       "FARANDOLE_STORE", "FARANDOLE_SECRET", "FARANDOLE_START_TIMEOUT", "FARANDOLE_WORKER",
+       "FARANDOLE_STORE", SECRET, "FARANDOLE_START_TIMEOUT", "FARANDOLE_WORKER",
        "HOROVOD_ELASTIC", "HOROVOD_HOSTNAME", *_OF_AN_OUTER_LAUNCHER]
 )  # fmt: skip
 
@@ -80,7 +83,7 @@ def own(
     host, port = master
     return variables | {
         "FARANDOLE_STORE": store,
-        "FARANDOLE_SECRET": secret,
+        SECRET: secret,
         "FARANDOLE_START_TIMEOUT": f"{start_timeout:g}",
         "RANK": str(rank),
         "WORLD_SIZE": str(size),

@@ -99,7 +99,7 @@ class Fleet:
         """Begin to listen, with no agent yet."""
         self.listen = listen
         """The address of this machine for a server that all hosts reach."""
-        self._local: Member | None = None
+        self._local = None
         self._secret = secret or Secret.new()
         self._by_peer: dict[Peer, Member] = {}
         self._start: dict[str, Any] | None = None

@@ -12,8 +12,8 @@ from farandole.core.address import Address
 from farandole.core.clock import Deadline
 from farandole.core.errors import FarandoleError, SetupError
 from farandole.core.secret import Secret
-from farandole.launch import link
-from farandole.launch.agent import Agent, Worker
+from farandole.launch import environment, link
+from farandole.launch.agent import Agent
 from farandole.launch.arrivals import SAY_EVERY
 from farandole.launch.channel import Message
 from farandole.launch.pod_job import TERMINATED, TRY_AGAIN
@@ -29,9 +29,8 @@ class PodAgent(Agent):
     """The agent, which knows what it is to run before it knows for whom."""
 
     def __init__(self, channel: link.Link, task: dict[str, Any], secret: Secret) -> None:
-        super().__init__(channel, None)
+        super().__init__(channel, None, {environment.SECRET: secret.hex()})
         self._known = task
-        self._secret = secret
         self.began = False
         """Whether ranks were started."""
         self.told_to_end = False
@@ -40,18 +39,12 @@ class PodAgent(Agent):
         """Whether the whole job did."""
 
     def _prepare(self, message: Message) -> None:
-        environment = self._known["environment"] if self._known["fork"] else None
-        super()._prepare(message._replace(fields={**message.fields, "environment": environment}))
+        shared = self._known["environment"] if self._known["fork"] else None
+        super()._prepare(message._replace(fields={**message.fields, "environment": shared}))
 
     def _start(self, message: Message) -> None:
         self.began = True
         super()._start(message._replace(fields={**message.fields, **self._known}))
-
-    def _launch(self, workers: list[Worker]) -> None:
-        """The secret has not travelled here."""
-        for each in workers:
-            each.own["FARANDOLE_SECRET"] = self._secret.hex()
-        super()._launch(workers)
 
     def _finish(self, message: Message) -> None:
         self.ended_well = message.fields["well"]

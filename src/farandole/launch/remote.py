@@ -23,7 +23,7 @@ from farandole.core.clock import Deadline
 from farandole.core.errors import ConnectionLost, DeadlineError, FarandoleError, SetupError
 from farandole.core.secret import Secret
 from farandole.launch import early, environment, host, link, ssh
-from farandole.launch.agent import Agent, Worker
+from farandole.launch.agent import Agent
 from farandole.launch.channel import Message
 
 _OF_A_HOST = frozenset([
@@ -69,14 +69,8 @@ class RemoteAgent(Agent):
     def __init__(
         self, channel: link.Link, parent: early.ForkingParent | None, task: dict[str, Any]
     ) -> None:
-        super().__init__(channel, parent)
+        super().__init__(channel, parent, task.get("secrets"))
         self._wished = task
-
-    def _launch(self, workers: list[Worker]) -> None:
-        """Secrets have come by ssh, and are not in messages."""
-        for each in workers:
-            each.own = {**self._wished.get("secrets", {}), **each.own}
-        super()._launch(workers)
 
     def _start(self, message: Message) -> None:
         """All hosts are there. What could not be known before comes with the message."""

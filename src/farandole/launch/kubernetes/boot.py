@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 
+from farandole.launch.cluster import ClusterFields, claim_of, mounted_at
 from farandole.launch.kubernetes import submission as model
 
 JOB_FOLDER = "/farandole/job"
@@ -56,7 +57,7 @@ def arguments(submission: model.Submission, peers: str, role: str = "node") -> l
         "argv": list(submission.argv),
         "folder": folder(submission),
         "code": spec.code,
-        "logs": _within_pod(spec.logs, "/logs"),
+        "logs": _within_pod(spec, "logs"),
         "start_timeout": submission.start_timeout,
         "time_limit": spec.time_limit,
         "grace": submission.grace,
@@ -70,10 +71,11 @@ def folder(submission: model.Submission) -> str:
     spec = submission.spec
     if spec.workdir:
         return spec.workdir
-    if spec.code.startswith("claim:"):
+    if claim_of(spec.code):
         return CODE_FOLDER
     return f"{WORK_FOLDER}/{PROJECT}" if spec.code != "image" else ""
 
 
-def _within_pod(place: str | None, mounted: str) -> str | None:
-    return mounted if place is not None and place.startswith("claim:") else place
+def _within_pod(spec: ClusterFields, field: str) -> str | None:
+    place: str | None = getattr(spec, field)
+    return f"/{mounted_at(field)}" if place is not None and claim_of(place) else place

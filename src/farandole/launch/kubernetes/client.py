@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from farandole.core.errors import MissingExtraError, SetupError
 from farandole.launch.kubernetes import naming
 from farandole.launch.kubernetes.cluster import Expired, Refused, Unreachable
-from farandole.launch.kubernetes.kinds import Kind, kind_of
+from farandole.launch.kubernetes.kinds import POD, Kind, kind_of
 from farandole.launch.kubernetes.submission import Manifest
 
 PATIENCE = 15.0
@@ -203,8 +203,6 @@ class KubeCluster:
         previous: bool = False,
     ) -> AsyncIterator[tuple[str, bytes]]:
         """See :class:`Cluster`."""
-        from farandole.launch.kubernetes.kinds import POD
-
         params = {"container": container, "timestamps": "true"}
         if since:
             params["sinceTime"] = since

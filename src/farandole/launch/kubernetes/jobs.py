@@ -190,7 +190,7 @@ async def _last_words(cluster: Cluster, pods: Sequence[Manifest]) -> dict[str, s
             continue
         try:
             lines = [line.text for line in await following.whole(cluster, pod)]
-        except (Refused, SetupError):
+        except SetupError:
             continue  # the pod is gone from its node, and its output with it
         kept = lines[-_LAST_LINES:]
         words[pod["metadata"]["name"]] = b"\n".join(kept).decode("utf-8", "replace")
