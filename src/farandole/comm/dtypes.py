@@ -25,6 +25,7 @@ Operations that only move data carry bytes (:func:`as_bytes`), so any dtype goes
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -110,7 +111,10 @@ class Carrier:
 
     def load(self, flat: Tensor, scale: Scale) -> Tensor:
         """``flat`` (dtype ``source``), scaled, as a flat buffer; may share memory with ``flat``."""
-        buffer = flat.view(self.dtype) if self.keeps_bytes else flat.to(self.dtype)
+        if self.dtype == self.source:
+            buffer = flat
+        else:
+            buffer = flat.view(self.dtype) if self.keeps_bytes else flat.to(self.dtype)
         if not scale.neutral:
             buffer = scale.apply(buffer, unsigned=self._unsigned)
         return buffer ^ _TOP_BIT if self.flips_top_bit else buffer
@@ -124,6 +128,8 @@ class Carrier:
             buffer = buffer ^ _TOP_BIT
         if not scale.neutral:
             buffer = scale.apply_(buffer, unsigned=self._unsigned)
+        if self.dtype == self.source:
+            return buffer
         return buffer.view(self.source) if self.keeps_bytes else buffer.to(self.source)
 
     @property
@@ -131,6 +137,13 @@ class Carrier:
         return self.source == torch.uint64
 
 
+@functools.cache
+def name_of(dtype: torch.dtype) -> str:
+    """As headers have it: ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
 def carrier_of(dtype: torch.dtype, op: Op) -> Carrier:
     """The carrier for reducing ``dtype`` with ``op``.
 

@@ -10,12 +10,11 @@ waits, after that stream has been made to wait for the data.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
@@ -27,11 +26,14 @@ from farandole.comm.control.position import Position
 from farandole.comm.control.watch import GatherKey
 from farandole.comm.engines.base import Engine
 from farandole.comm.header import Header
+from farandole.comm.modes import modes
 from farandole.comm.order import wire
+from farandole.comm.order.berths import Berth, Berths
 from farandole.core import events
 from farandole.core.clock import Deadline
 from farandole.core.errors import CollectiveError, FarandoleError
 from farandole.core.events import Stage
+from farandole.core.latch import Latch
 
 ResultT = TypeVar("ResultT")
 
@@ -57,6 +59,8 @@ class Line:
     """The group's best account of a failure that a transport reported."""
     flush: Callable[[], None]
     """Sends off what was submitted; whoever waits need not wait for the negotiator's thread."""
+    berths: Berths = field(default_factory=Berths)
+    """Where small reductions are put down that travel together."""
     opened: set[str] = field(default_factory=set)
     """Types of devices whose engine has begun something: it does not block to begin more."""
     moving: set[Handle[Any]] = field(default_factory=set)
@@ -72,7 +76,7 @@ class Agreement:
 
     def __init__(self, key: GatherKey) -> None:
         self.key = key
-        self.begun = threading.Event()
+        self.begun = Latch()
         """Set when the data has begun to move, or the request has failed."""
 
     def done(self) -> bool:
@@ -90,7 +94,14 @@ class Handle(Generic[ResultT]):
         average = handle.wait()
     """
 
-    def __init__(self, request: Request[ResultT], header: Header, key: str, line: Line) -> None:
+    def __init__(
+        self,
+        request: Request[ResultT],
+        header: Header,
+        key: str,
+        line: Line,
+        berth: Berth | None = None,
+    ) -> None:
         self.device = request.device
         """Where the data is; ``None`` when there is none."""
         self.key = key
@@ -98,6 +109,8 @@ class Handle(Generic[ResultT]):
         self.header = header
         self.shared = request.share()
         """How it can travel with others, if it can."""
+        self.berth = berth
+        """Where it lies beside others already."""
         self._request: Request[ResultT] | None = request
         self._line = line
         self._sequence = NOT_YET
@@ -167,7 +180,7 @@ class Handle(Generic[ResultT]):
     def begin(self, headers: Sequence[Header], stream: torch.cuda.Stream | None) -> None:
         """Hand the data to the engine. For the negotiator's thread."""
         request = cast(Request[ResultT], self._request)
-        with self._modes(stream):
+        with modes(inference=self._inference, stream=stream):
             self.get_ready(stream)
             flight = request.begin(self._line.engine, headers)
         self.take_off(flight, stream)
@@ -227,9 +240,9 @@ class Handle(Generic[ResultT]):
         control = self._line.control
         if not self._begun.is_set():
             self._line.flush()
-            if not self._begun.wait(0.0):
+            if not self._begun.is_set():
                 control.wait_for(self._begun.wait, self.position, self._agreement)
-        if not self._poll(0.0):
+        if self.moving():
             control.wait_for(self._poll, self.position)
 
     def in_flight(self) -> bool:
@@ -246,6 +259,8 @@ class Handle(Generic[ResultT]):
         )
 
     def _poll(self, timeout: float) -> bool:
+        if self._begun.is_set() and not self.moving():
+            return True
         deadline = Deadline.after(timeout)
         if not self._begun.wait(timeout):
             return False
@@ -269,14 +284,14 @@ class Handle(Generic[ResultT]):
                     self.stage(Stage.FAILED, detail=str(self._error).partition("\n")[0])
             self._line.moving.discard(self)
             self._line.unsettled.discard(self)
-            self._flight = self._request = self.shared = None
+            self._flight = self._request = self.shared = self.berth = None
             self._settled = True
 
     def _finish(self, flight: Flight[ResultT]) -> None:
         for work in flight.works:
             work.wait()
         self.stage(Stage.UNPACKING)
-        with self._modes(None):
+        with modes(inference=self._inference, stream=None):
             self._result = flight.finish()
         self._record_streams(flight)
         if events.wanted(events.CollectiveFinished) and self.device is not None:
@@ -302,12 +317,6 @@ class Handle(Generic[ResultT]):
             elsewhere.extend(flight.buffers)
         for tensor in elsewhere:
             tensor.record_stream(current)
-
-    @contextlib.contextmanager
-    def _modes(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """The submitter's inference mode, no gradients, and ``stream`` as the current one."""
-        with torch.inference_mode(self._inference), torch.no_grad(), torch.cuda.stream(stream):
-            yield
 
 
 def _current_stream(device: torch.device | None) -> torch.cuda.Stream | None:

@@ -40,8 +40,8 @@ def put_all(outbox: Outbox, seat: Seat, names: str | list[str], now: float = 0.0
     return [outbox.put(seat, request(name), now) for name in names]
 
 
-def sent(outbox: Outbox) -> int:
-    mail = outbox.take()
+def sent(outbox: Outbox, now: float = 0.0) -> int:
+    mail = outbox.take(now)
     return 0 if mail is None else sum(part.bits.bit_count() + len(part.new) for part in mail.parts)
 
 
@@ -49,7 +49,7 @@ def sent(outbox: Outbox) -> int:
 def outbox() -> Iterator[Outbox]:
     box = Outbox()
     yield box
-    assert box.take() is None
+    assert box.take(0.0) is None
 
 
 def test_the_first_time_nobody_is_expected(outbox: Outbox) -> None:
@@ -65,11 +65,39 @@ def test_the_second_time_the_last_one_completes_them_in_any_order(outbox: Outbox
     sent(outbox)
     assert put_all(outbox, seat, "cab", now=1.0) == [False, False, True]
     assert outbox.due == 1.0 + LINGER
-    sent(outbox)
-    assert put_all(outbox, seat, "d") == [False]
-    sent(outbox)
-    assert put_all(outbox, seat, "d") == [True]
-    sent(outbox)
+    sent(outbox, 1.0)
+    assert put_all(outbox, seat, "d", now=2.0) == [False]
+    sent(outbox, 2.0)
+    assert put_all(outbox, seat, "d", now=3.0) == [True]
+    sent(outbox, 3.0)
+
+
+def test_what_comes_right_after_others_have_left_travels_with_them_next_time(
+    outbox: Outbox,
+) -> None:
+    seat = known_seat()
+    put_all(outbox, seat, "ab", now=1.0)
+    sent(outbox, 1.0)
+    put_all(outbox, seat, "cd", now=1.0 + PAUSE / 2)
+    sent(outbox, 1.0 + PAUSE / 2)
+    put_all(outbox, seat, "ef", now=1.0 + 2 * PAUSE)
+    sent(outbox, 1.0 + 2 * PAUSE)
+    assert put_all(outbox, seat, "abcd", now=2.0) == [False, False, False, True]
+    sent(outbox, 2.0)
+    assert put_all(outbox, seat, "ef", now=3.0) == [False, True]
+    sent(outbox, 3.0)
+
+
+def test_who_waits_between_two_of_them_parts_them_again(outbox: Outbox) -> None:
+    seat = known_seat()
+    put_all(outbox, seat, "ab", now=1.0)
+    sent(outbox, 1.0)
+    put_all(outbox, seat, "a", now=2.0)
+    sent(outbox, 2.0)
+    put_all(outbox, seat, "b", now=2.0 + 2 * PAUSE)
+    sent(outbox, 2.0 + 2 * PAUSE)
+    assert put_all(outbox, seat, "a", now=3.0) == [True]
+    sent(outbox, 3.0)
 
 
 def test_a_stranger_among_them_does_not_wait_for_them(outbox: Outbox) -> None:
@@ -100,7 +128,7 @@ def test_a_group_that_closed_sends_nothing_but_that() -> None:
     put_all(outbox, seat, "ab")
     put_all(outbox, other, "c")
     outbox.close(seat)
-    mail = outbox.take()
+    mail = outbox.take(0.0)
     assert mail is not None
     assert [(part.bits, part.closes) for part in mail.parts] == [(0b100, False), (0, True)]
 
@@ -110,7 +138,7 @@ def test_numbers_of_two_generations_travel_apart() -> None:
     put_all(outbox, seat, "a")
     seat.memory.begin_anew()
     put_all(outbox, seat, "b")
-    mail = outbox.take()
+    mail = outbox.take(0.0)
     assert mail is not None
     assert [(part.generation, part.bits, len(part.new)) for part in mail.parts] == [
         (0, 1, 0),
@@ -121,8 +149,8 @@ def test_numbers_of_two_generations_travel_apart() -> None:
 def test_a_join_is_worth_a_message() -> None:
     outbox = Outbox()
     outbox.join()
-    mail = outbox.take()
+    mail = outbox.take(0.0)
     assert mail is not None
     assert mail.joins
     assert mail.what is None
-    assert outbox.take() is None
+    assert outbox.take(0.0) is None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from farandole.comm import dtypes
 from farandole.comm.collectives import request
-from farandole.comm.collectives.request import Flight, Share, TensorRequest
+from farandole.comm.collectives.request import Flight, Share, Space, TensorRequest
 from farandole.comm.dtypes import Carrier, Scale
 from farandole.comm.engines.base import Engine, Work
 from farandole.comm.header import Header
@@ -20,15 +20,18 @@ SHARED_BYTES = 256 * 1024
 """Larger buffers travel alone: copying them costs more than an operation of their own."""
 
 
-@dataclass
+_AS_IT_IS = Scale()
+
+
+@dataclass(slots=True)
 class _Batch:
     """Tensors of one dtype, fused."""
 
     carrier: Carrier
-    targets: list[Tensor]
+    indices: list[int]
     buffer: Tensor
-    in_target: bool
-    """The buffer is the memory of the only target."""
+    target: Tensor | None
+    """The only result, when the buffer is its memory."""
 
 
 class AllreduceRequest(TensorRequest[list[Tensor]]):
@@ -62,7 +65,7 @@ class AllreduceRequest(TensorRequest[list[Tensor]]):
         self._prescale = Scale(float(prescale))
         self._postscale = Scale(float(postscale), size if op == Op.AVERAGE else 1)
         self._inplace = inplace
-        self._targets: list[Tensor] = []
+        self._berth: Tensor | None = None
         self._batches: list[_Batch] = []
 
     def header(self) -> Header:
@@ -70,34 +73,51 @@ class AllreduceRequest(TensorRequest[list[Tensor]]):
         scales = (self._prescale.factor, self._postscale.factor)
         return self.describe(op=self._op.label, scales=scales)
 
+    def space(self) -> Space | None:
+        """See :class:`Request`."""
+        dtype = self.tensors[0].dtype
+        carrier = dtypes.carrier_of(dtype, self._op)
+        if carrier.gathered or any(tensor.dtype != dtype for tensor in self.tensors[1:]):
+            return None
+        length = carrier.width * sum([tensor.numel() for tensor in self.tensors])
+        small = length * carrier.dtype.itemsize <= SHARED_BYTES
+        return Space(carrier.dtype, length) if small else None
+
+    def take_berth(self, buffer: Tensor) -> None:
+        """See :class:`Request`."""
+        self._berth = buffer
+
     def load(self) -> None:
         """See :class:`Request`."""
-        self._targets = [self.tensors[0]] * len(self.tensors)
-        for indices in request.by_dtype(self.tensors):
-            sources = [self.tensors[index] for index in indices]
-            batch = self._load_batch(sources)
-            self._batches.append(batch)
-            for index, target in zip(indices, batch.targets, strict=True):
-                self._targets[index] = target
+        self._batches = [self._load_batch(each) for each in request.by_dtype(self.tensors)]
 
-    def _load_batch(self, sources: list[Tensor]) -> _Batch:
+    def _load_batch(self, indices: list[int]) -> _Batch:
+        sources = [self.tensors[index] for index in indices]
         carrier = dtypes.carrier_of(sources[0].dtype, self._op)
-        in_target = (
-            len(sources) == 1
-            and request.is_plain(sources[0])
-            and carrier.keeps_bytes
-            and not carrier.flips_top_bit
-            and not carrier.gathered
-            and self._prescale.neutral
-        )
-        if self._inplace:
-            targets = sources
-        elif in_target:
-            targets = sources = [sources[0].clone(memory_format=torch.contiguous_format)]
-        else:
-            targets = [torch.empty_like(source) for source in sources]
+        target = self._only_target(sources, carrier)
+        if target is not None:
+            return _Batch(carrier, indices, carrier.load(request.flat(target), _AS_IT_IS), target)
         pieces = [carrier.load(request.flat(source), self._prescale) for source in sources]
-        return _Batch(carrier, targets, request.joined(pieces), in_target)
+        if self._berth is None:
+            return _Batch(carrier, indices, request.joined(pieces), None)
+        torch.cat(pieces, out=self._berth)
+        return _Batch(carrier, indices, self._berth, None)
+
+    def _only_target(self, sources: list[Tensor], carrier: Carrier) -> Tensor | None:
+        """The result, if the data may travel in its memory; it holds the source then."""
+        if (
+            self._berth is not None
+            or len(sources) > 1
+            or not carrier.keeps_bytes
+            or carrier.flips_top_bit
+            or carrier.gathered
+            or not self._prescale.neutral
+            or not request.is_plain(sources[0])
+        ):
+            return None
+        if self._inplace:
+            return sources[0]
+        return sources[0].clone(memory_format=torch.contiguous_format)
 
     def leave_out(self, absent: int) -> None:
         """See :class:`Request`. An average is then one over those who take part."""
@@ -114,10 +134,10 @@ class AllreduceRequest(TensorRequest[list[Tensor]]):
         key = (self.device, batch.buffer.dtype, self._op.reduction)
 
         def finish(reduced: Tensor) -> list[Tensor]:
-            if batch.in_target:
-                batch.buffer.copy_(reduced)
-            else:
+            if batch.target is None:
                 batch.buffer = reduced
+            else:
+                batch.buffer.copy_(reduced)
             return self._finish()
 
         return Share(key, batch.buffer, finish)
@@ -136,23 +156,29 @@ class AllreduceRequest(TensorRequest[list[Tensor]]):
         return Flight(self._finish, works, buffers, gathered)
 
     def _finish(self) -> list[Tensor]:
+        results = list(self._given)
         for batch in self._batches:
-            self._unload(batch)
-        return list(self._given) if self._inplace else self._targets
+            made = self._unload(batch)
+            if not self._inplace:
+                for index, result in zip(batch.indices, made, strict=True):
+                    results[index] = result
+        return results
 
-    def _unload(self, batch: _Batch) -> None:
+    def _unload(self, batch: _Batch) -> list[Tensor]:
+        sources = [self.tensors[index] for index in batch.indices]
+        lengths = [source.numel() for source in sources]
         buffer = batch.buffer
         if batch.carrier.gathered:
-            buffer = _multiply(buffer, batch)
-        if batch.in_target and self._postscale.neutral:
-            return
+            buffer = _multiply(buffer, batch.carrier, sum(lengths))
         values = batch.carrier.unload(buffer, self._postscale)
-        if batch.in_target and values.data_ptr() == batch.targets[0].data_ptr():
-            return
-        start = 0
-        for target in batch.targets:
-            target.copy_(values[start : start + target.numel()].view(target.shape))
-            start += target.numel()
+        if batch.target is not None:
+            if values.data_ptr() != batch.target.data_ptr():
+                batch.target.copy_(values.view(batch.target.shape))
+            return [batch.target]
+        targets = sources if self._inplace else [torch.empty_like(source) for source in sources]
+        for target, piece in zip(targets, _cut(values, lengths), strict=True):
+            target.copy_(piece.view(target.shape))
+        return targets
 
 
 def _gather(engine: Engine, batch: _Batch) -> Work:
@@ -162,8 +188,11 @@ def _gather(engine: Engine, batch: _Batch) -> Work:
     return engine.allgather(dtypes.as_bytes(batch.buffer), source, [source.numel()] * size)
 
 
-def _multiply(gathered: Tensor, batch: _Batch) -> Tensor:
-    values = gathered.view(batch.carrier.source)
-    each = sum(target.numel() for target in batch.targets)
-    size = values.numel() // each if each else 1
-    return dtypes.product(values.view(size, each)).view(batch.carrier.dtype)
+def _multiply(gathered: Tensor, carrier: Carrier, length: int) -> Tensor:
+    values = gathered.view(carrier.source)
+    size = values.numel() // length if length else 1
+    return dtypes.product(values.view(size, length)).view(carrier.dtype)
+
+
+def _cut(values: Tensor, lengths: list[int]) -> Sequence[Tensor]:
+    return [values] if len(lengths) == 1 else torch.split(values, lengths)

@@ -21,6 +21,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from farandole.comm import dtypes
 from farandole.comm.engines.base import Engine, Reduction, Work
 from farandole.comm.header import Header
 from farandole.core.errors import UsageError, UsageTypeError
@@ -31,7 +32,7 @@ EngineFor = Callable[[torch.device], Engine]
 """Finds the engine for tensors on a device."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Flight(Generic[ResultT]):
     """A collective on its way."""
 
@@ -51,7 +52,16 @@ class Flight(Generic[ResultT]):
         return sum(buffer.nbytes for buffer in self.buffers)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What a request needs in a buffer that it shares with others."""
+
+    dtype: torch.dtype
+    length: int
+    """Elements."""
+
+
+@dataclass(slots=True)
 class Share(Generic[ResultT]):
     """A reduction that may travel in one buffer with others of the same key."""
 
@@ -74,6 +84,13 @@ class Request(ABC, Generic[ResultT]):
     @abstractmethod
     def header(self) -> Header:
         """What this rank tells the others."""
+
+    def space(self) -> Space | None:
+        """What it needs in a buffer of several requests, if it can travel in one."""
+        return None
+
+    def take_berth(self, buffer: Tensor) -> None:
+        """Told before :meth:`load`: this part of a shared buffer fits :meth:`space`; use it."""
 
     @abstractmethod
     def load(self) -> None:
@@ -126,12 +143,12 @@ class TensorRequest(Request[ResultT]):
             operation=self.operation,
             name=self.name,
             grouped=self.grouped,
-            dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors),
-            shapes=tuple(tuple(tensor.shape) for tensor in self.tensors),
+            dtypes=tuple([dtypes.name_of(tensor.dtype) for tensor in self.tensors]),
+            shapes=tuple([tuple(tensor.shape) for tensor in self.tensors]),
             op=op,
             scales=scales,
             root=root,
-            device=self.tensors[0].device.type,
+            device=self.device.type,
             splits=splits,
         )
 
@@ -148,6 +165,14 @@ class Sole(Request[Tensor]):
     def header(self) -> Header:
         """See :class:`Request`."""
         return self._request.header()
+
+    def space(self) -> Space | None:
+        """See :class:`Request`."""
+        return self._request.space()
+
+    def take_berth(self, buffer: Tensor) -> None:
+        """See :class:`Request`."""
+        self._request.take_berth(buffer)
 
     def load(self) -> None:
         """See :class:`Request`."""
@@ -191,16 +216,17 @@ def usable(tensors: Sequence[Tensor], operation: str) -> tuple[Tensor, ...]:
             raise UsageError(f"{operation} takes dense tensors; this one is {kind}.")
         if tensor.is_meta:
             raise UsageError(f"{operation} got a tensor on the meta device, which has no data.")
-    devices = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
-    if len(devices) > 1:
+    device = tensors[0].device
+    if any(tensor.device != device for tensor in tensors[1:]):
+        devices = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
         raise UsageError(f"Tensors in list must be on same device. Found {', '.join(devices)}.")
-    return tuple(tensor.detach() for tensor in tensors)
+    return tuple([tensor.detach() for tensor in tensors])
 
 
 def require_writable(tensors: Sequence[Tensor], operation: str) -> None:
     """Raise ``UsageError`` when an in-place result would write one element several times."""
     for tensor in tensors:
-        overlaps = any(
+        overlaps = not tensor.is_contiguous() and any(
             size > 1 and stride == 0
             for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         )
@@ -219,13 +245,18 @@ def is_plain(tensor: Tensor) -> bool:
 
 def flat(tensor: Tensor) -> Tensor:
     """The elements in row-major order; shares memory with a plain tensor, copies any other."""
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    plain = tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
+    length = plain.numel()
+    if plain.dim() == 1 and length > 1:
+        return plain
     # Not view(-1): a contiguous tensor of one element or none may have any strides.
-    return plain.as_strided((plain.numel(),), (1,))
+    return plain.as_strided((length,), (1,))
 
 
 def by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
     """The indices of ``tensors``, those of one dtype together: what is fused into one buffer."""
+    if len(tensors) == 1:
+        return [[0]]
     indices: dict[torch.dtype, list[int]] = {}
     for index, tensor in enumerate(tensors):
         indices.setdefault(tensor.dtype, []).append(index)

@@ -93,7 +93,7 @@ class Hub:
         self._orders = Coordinator(size)
         self._oversight = Oversight(size, settings, self._send, self._arrived, self._break)
         self._lock = threading.Lock()
-        self._posted: collections.deque[tuple[Spoke, bytes]] = collections.deque()
+        self._posted: collections.deque[tuple[Spoke, Message]] = collections.deque()
         self.afterwards: Callable[[], None] = _nothing
         """Called whenever it has acted, without its lock: rank 0 takes in what was said to it."""
         self._failure: FarandoleError | None = None
@@ -116,9 +116,9 @@ class Hub:
             self._act(self._begin_closing)
         self._server.close()
 
-    def post(self, spoke: Spoke, frame: bytes, *, here: bool) -> None:
+    def post(self, spoke: Spoke, sent: Message, *, here: bool) -> None:
         """A message from a spoke in this process, acted on ``here`` or soon. Any thread."""
-        self._posted.append((spoke, frame))
+        self._posted.append((spoke, sent))
         if here:
             self._act(self._take_posted)
         else:
@@ -152,10 +152,10 @@ class Hub:
         """See ``core.server.Handler``."""
         self._act(lambda: self._on_close(peer, error))
 
-    def _on_message(self, peer: Spoke, frame: bytes) -> None:
+    def _on_message(self, peer: Spoke, sent: bytes | Message) -> None:
         number = self._ranks.get(peer)
         try:
-            received = message.unpack(frame)
+            received = sent if isinstance(sent, Message) else message.unpack(sent)
             if number is None:
                 self._on_hello(peer, received)
             elif self._phase is not Phase.CLOSING:
@@ -247,7 +247,8 @@ class Hub:
 
     def _tell_those_who_joined(self) -> None:
         """They wait for nothing of their own accord, but can have part in some agreements."""
-        for number, topic in self._gathers.tell(self._orders.joined):
+        joined = self._orders.joined
+        for number, topic in self._gathers.tell(joined) if joined else ():
             self._send(number, message.pack("missed", topic=topic))
 
     def _arrived(self) -> dict[GatherKey, frozenset[int]]:

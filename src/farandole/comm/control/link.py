@@ -116,7 +116,7 @@ class HubLink:
         """See :class:`Link`."""
         if self._spoke.ended.is_set():
             return False
-        self._hub.post(self._spoke, message.pack(kind, payloads, **fields), here=kind == "order")
+        self._hub.post(self._spoke, Message(kind, fields, tuple(payloads)), here=kind == "order")
         return True
 
     def is_listening_here(self) -> bool:

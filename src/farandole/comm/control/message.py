@@ -36,10 +36,17 @@ from typing import Any
 
 from farandole.core.errors import CollectiveError, FarandoleError
 
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+# Made once: json's own functions make one a call.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
+_decode = json.JSONDecoder(parse_constant=_refuse).decode
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Message:
     """A message that has been read."""
 
@@ -85,20 +92,18 @@ def unpack(frame: bytes) -> Message:
     """Read a frame; ``ValueError`` when it is not a message."""
     line, newline, rest = frame.partition(b"\n")
     try:
-        head = json.loads(line, parse_constant=_refuse)
+        head = _decode(line.decode())
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not newline or not isinstance(head, dict) or not isinstance(head.get("kind"), str):
         raise ValueError("not a message")
-    sizes = head.pop("sizes", [])
+    sizes = head.pop("sizes", None)
+    if sizes is None and not rest:
+        return Message(head.pop("kind"), head)
     fits = isinstance(sizes, list) and sum(map(whole, sizes)) == len(rest)
     if not fits or min(sizes, default=0) < 0:
         raise ValueError("payloads of other sizes than said")
     return Message(head.pop("kind"), head, tuple(_cut(rest, sizes)))
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
 
 
 def _cut(data: bytes, sizes: Sequence[int]) -> Iterator[bytes]:

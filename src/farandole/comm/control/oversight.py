@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from farandole.comm.control import message, watch, wording
@@ -51,6 +50,7 @@ class Oversight:
         self._fail = fail
         self._views = [watch.RankView() for _ in range(size)]
         self._answered = [0] * size
+        self._left: tuple[int, ...] = ()
         self._warned: frozenset[watch.OperationKey] = frozenset()
         self._question: _Question | None = None
         self._questions = 0
@@ -68,7 +68,7 @@ class Oversight:
     @property
     def left(self) -> tuple[int, ...]:
         """The ranks that have said goodbye."""
-        return tuple(number for number, view in enumerate(self._views) if view.left)
+        return self._left
 
     def on_where(self, number: int, received: Message) -> None:
         """A rank reports what it is blocked in, or that it is not any more."""
@@ -87,7 +87,7 @@ class Oversight:
     def on_stack(self, number: int, received: Message) -> None:
         """A rank answers where it is."""
         begun, text = read_begun(received.fields["begun"]), received.text("text")
-        self._views[number] = replace(self._views[number], begun=begun)
+        self._views[number].begun = begun
         question = self._question
         if question is not None and question.number == received.integer("ask"):
             question.answers[number] = text
@@ -96,18 +96,19 @@ class Oversight:
 
     def stirred(self, number: int) -> None:
         """A rank did something, though its blocked threads may still be blocked."""
-        self._views[number] = replace(self._views[number], changed=SYSTEM_CLOCK.now())
+        self._views[number].changed = SYSTEM_CLOCK.now()
 
     def answered(self, number: int) -> None:
         """A gather was answered to a rank: it moves, until it reports anew."""
         self._answered[number] += 1
-        now = SYSTEM_CLOCK.now()
-        self._views[number] = replace(self._views[number], stuck=False, changed=now)
+        view = self._views[number]
+        view.stuck, view.changed = False, SYSTEM_CLOCK.now()
 
     def leave(self, number: int, begun: Mapping[Channel, int]) -> None:
         """A rank says goodbye."""
         now = SYSTEM_CLOCK.now()
         self._views[number] = watch.RankView(begun=begun, changed=now, left=True)
+        self._left = tuple(sorted({*self._left, number}))
 
     def _tick_later(self) -> None:
         waiting = any(view.waits for view in self._views)

@@ -82,9 +82,9 @@ class Wait:
         return self.gather or (*self.position.channel, self.position.sequence, self.position.plan)
 
 
-@dataclass(frozen=True)
+@dataclass
 class RankView:
-    """What rank 0 knows of one rank."""
+    """What rank 0 knows of one rank, by now."""
 
     stuck: bool = False
     waits: tuple[Wait, ...] = ()

@@ -44,6 +44,7 @@ from farandole.comm.control.position import Position
 from farandole.comm.handle import NOT_YET, PATH, Agreement, Handle, Line
 from farandole.comm.header import Header
 from farandole.comm.order import brisk, together, wire, zeros
+from farandole.comm.order.berths import Berth
 from farandole.comm.order.departures import Departures
 from farandole.comm.order.memory import Memory
 from farandole.comm.order.outbox import Outbox, Seat
@@ -174,8 +175,10 @@ class Negotiator:
             )
         self._require_usable(seat)
         header = request.header()
-        with torch.no_grad():
-            request.load()
+        berth = _find_berth(seat, request, header)
+        if berth is not None:
+            request.take_berth(berth.buffer)
+        request.load()
         with self._lock:
             self._require_usable(seat)
             key = wire.key_of(header, seat.unnamed)
@@ -188,7 +191,7 @@ class Negotiator:
                 )
             if header.name is None:
                 seat.unnamed += 1
-            handle = Handle(request, header, key, seat.line)
+            handle = Handle(request, header, key, seat.line, berth)
             seat.waiting[key] = seat.latest[key] = handle
             handle.stage(events.Stage.NEGOTIATING)
             complete = not seat.alone and self._put(seat, handle)
@@ -263,7 +266,7 @@ class Negotiator:
         """
         with self._sending:
             with self._lock:
-                mail = self._outbox.take()
+                mail = self._outbox.take(time.monotonic())
             if mail is None:
                 return
             self._tell_cycles([part.group for part in mail.parts])
@@ -349,8 +352,8 @@ class Negotiator:
                 handle.fail(MismatchError(verdict.text, ranks=seat.line.members))
         elif isinstance(verdict, Flush):
             with self._lock:
-                seat.memory.begin_anew()
-                seat.companions.clear()
+                seat.begin_anew()
+            seat.line.berths.forget()
 
     def _all_have_joined(self, last: int) -> None:
         with self._lock:
@@ -478,6 +481,13 @@ class Negotiator:
             else:
                 self._brisk, self._look = False, math.inf
                 brisk.end()
+
+
+def _find_berth(seat: Seat, request: Request[Any], header: Header) -> Berth | None:
+    if header.name is None or request.device is None or request.device.type != "cpu":
+        return None
+    space = request.space()
+    return None if space is None else seat.line.berths.take(wire.key_of(header, 0), space)
 
 
 def _let_go(line: Line) -> None:

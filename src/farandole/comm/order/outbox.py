@@ -43,12 +43,24 @@ class Seat:
     """All that travelled with the requests in ``part`` the last time, as bits."""
     companions: dict[int, int] = field(default_factory=dict)
     """By number: the bits that a request left with last."""
+    began: float = 0.0
+    """When the first request of ``part`` was put down."""
+    gone: int = 0
+    """What left last, as bits."""
+    left: float = -math.inf
+    """When it did."""
     closed_with: FarandoleError | None = None
 
     @property
     def alone(self) -> bool:
         """Whether there is nobody to agree with."""
         return len(self.line.members) == 1
+
+    def begin_anew(self) -> None:
+        """Numbers mean nothing any more."""
+        self.memory.begin_anew()
+        self.companions.clear()
+        self.gone = 0
 
 
 @dataclass
@@ -88,7 +100,7 @@ class Outbox:
             line = seat.line
             part = seat.part = Part(line.key, line.members, seat.memory.generation)
             self._mail.append((seat, part))
-            seat.expected = 0
+            seat.expected, seat.began = 0, now
         number = seat.memory.describe(part, handle.key, handle.header)
         if number is not None:
             seat.expected |= seat.companions.get(number, 0)
@@ -109,14 +121,19 @@ class Outbox:
         """Say with the next message that this rank joins."""
         self._joins = True
 
-    def take(self) -> Mail | None:
-        """All that lies here; ``None`` when it is not worth a message."""
+    def take(self, now: float) -> Mail | None:
+        """All that lies here; ``None`` when it is not worth a message.
+
+        What comes right after something has left should have left with it: next time it does.
+        """
         self.due = math.inf
         if not self._mail and not self._joins:
             return None
         for seat, part in self._mail:
             seat.part = None
-            seat.companions |= dict.fromkeys(wire.numbers_in(part.bits), part.bits)
+            together = part.bits | (seat.gone if seat.began - seat.left < PAUSE else 0)
+            seat.companions |= dict.fromkeys(wire.numbers_in(together), together)
+            seat.gone, seat.left = together, now
         mail = Mail([*(part for _, part in self._mail), *self._closing], self._joins, self._what)
         self._mail, self._closing, self._joins, self._what = [], [], False, None
         return mail

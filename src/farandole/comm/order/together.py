@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from farandole.comm.collectives.request import Flight, Share
 from farandole.comm.handle import Handle, Line
 from farandole.comm.header import Header
+from farandole.comm.modes import modes
+from farandole.comm.order import berths
 from farandole.core.events import Stage
 
 TOGETHER_BYTES = 4 * 1024 * 1024
@@ -84,18 +87,31 @@ def _begin_all(
     those: Sequence[Ready], shares: Sequence[Share[Any]], stream: torch.cuda.Stream | None
 ) -> None:
     # In whatever modes this thread is: it may be one of the user's.
-    with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(stream):
+    with modes(inference=False, stream=stream):
         for each in those:
             each.handle.get_ready(stream)
             each.handle.stage(Stage.PACKING)
+        whole, pieces = _pack(those, shares)
         device, _, reduction = shares[0].key
         engine = those[0].line.engine(device)
-        whole = torch.cat([share.buffer for share in shares])
-        work = engine.allreduce(whole, reduction)
-        pieces = torch.split(whole, [share.buffer.numel() for share in shares])
+        works = [engine.allreduce(whole, reduction)]
     for each, share, piece in zip(those, shares, pieces, strict=True):
-        flight = Flight(_finish(share, piece), [work], [share.buffer], [whole], engine.name)
+        flight = Flight(_finish(share, piece), works, [share.buffer], [whole], engine.name)
         each.handle.take_off(flight, stream)
+
+
+def _pack(those: Sequence[Ready], shares: Sequence[Share[Any]]) -> tuple[Tensor, Sequence[Tensor]]:
+    """One buffer for all, and the part of each."""
+    buffers = [share.buffer for share in shares]
+    keys = [each.handle.key for each in those]
+    whole = berths.leave(keys, [each.handle.berth for each in those])
+    if whole is not None:
+        return whole, buffers
+    lengths = [buffer.numel() for buffer in buffers]
+    whole = torch.cat(buffers)
+    if whole.device.type == "cpu":
+        those[0].line.berths.remember(keys, lengths, whole)
+    return whole, torch.split(whole, lengths)
 
 
 def _finish(share: Share[Any], piece: torch.Tensor) -> Any:

@@ -34,6 +34,5 @@ def handle_for(header: Header, key: str, line: Line, device: torch.device | None
         grouped=header.grouped,
         inplace=True,
     )
-    with torch.no_grad():
-        request.load()
+    request.load()
     return Handle(request, header, key, line)
