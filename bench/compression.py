@@ -1,6 +1,6 @@
 """How long gradients are under way between two hosts with a slow network, compressed and not.
 
-    python bench/compression.py [--ranks 1 2] [--steps 8] [--json]
+    python bench/compression.py [--ranks 1 2] [--steps 8] [--unlimited] [--json]
 
 Needs root: the hosts are two network namespaces of this machine, joined by a veth pair whose ends
 tc's tbf limits to 1 Gbit/s each. On each host sits 1 rank, then 2, of one thread each. Each rank
@@ -12,9 +12,10 @@ same noise of the machine; a step takes as long as on its slowest rank.
 else runs beside (``synchronize()`` on gradients that are there), encoding and decoding included.
 *Seen* is what a step takes longer than the step without communication; a part of it is hidden under
 the backward pass. *Sent* is what the veth's counters say a host has sent in a step. Figures are
-medians over the turns. All ranks must have the same weights in the end. ``--json`` prints one line
-at the end: ``speedups`` and ``seen speedups`` (uncompressed over compressed), ``seconds``,
-``megabytes``.
+medians over the turns. With ``--unlimited`` the cable has no limit: what is left then is arithmetic
+and memory, which no compression can spare. All ranks must have the same weights in the end.
+``--json`` prints one line at the end: ``speedups`` and ``seen speedups`` (uncompressed over
+compressed), ``seconds``, ``megabytes``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from farandole.core.clock import Deadline
 from farandole.core.secret import Secret
 from farandole.core.store import StoreServer
 from farandole.torch.optimizer import Distributed
-from hierarchy import CABLE, HOSTS, two_hosts
+from hierarchy import BITS_PER_SECOND, CABLE, HOSTS, two_hosts
 
 across = hvd.Compression.across_hosts
 WAYS: dict[str, Any] = {
@@ -215,6 +216,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="of each host")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=["none", "powersgd(4)"])
+    parser.add_argument("--unlimited", action="store_true", help="a cable without a limit")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--be", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--lead", nargs=2, help=argparse.SUPPRESS)
@@ -226,7 +228,7 @@ def main() -> None:
     elif os.geteuid() != 0:
         raise SystemExit("Two hosts on one machine are network namespaces: this needs root.")
     else:
-        with two_hosts() as names:
+        with two_hosts(None if options.unlimited else BITS_PER_SECOND) as names:
             inside = ["ip", "netns", "exec", names[0], *_self(options), "--lead", *names]
             raise SystemExit(subprocess.run(inside, check=False).returncode)
 

@@ -181,8 +181,8 @@ def report(
 
 
 @contextlib.contextmanager
-def two_hosts() -> Iterator[list[str]]:
-    """The names of two network namespaces, joined by a cable of so many bits a second."""
+def two_hosts(bits_per_second: float | None = BITS_PER_SECOND) -> Iterator[list[str]]:
+    """The names of two network namespaces and the cable between them; ``None``: without a limit."""
     names = [f"bench{os.getpid()}-{side}" for side in ("a", "b")]
     try:
         for name in names:
@@ -193,8 +193,10 @@ def two_hosts() -> Iterator[list[str]]:
         for name, address in zip(names, HOSTS, strict=True):
             _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", CABLE)
             _run("ip", "-n", name, "link", "set", CABLE, "up")
-            _run("tc", "-n", name, "qdisc", "add", "dev", CABLE, "root", "tbf",
-                 "rate", f"{BITS_PER_SECOND}bit", "burst", "128kb", "latency", "20ms")  # fmt: skip
+            if bits_per_second is not None:
+                _run("tc", "-n", name, "qdisc", "add", "dev", CABLE, "root", "tbf",
+                     "rate", f"{bits_per_second}bit", "burst", "128kb",
+                     "latency", "20ms")  # fmt: skip
         yield names
     finally:
         for name in names:

@@ -20,6 +20,9 @@ Two ratios come out, ours over theirs, from the triples of all runs:
   communication: the median of ours over the median of theirs, with the 90 % interval of a bootstrap
   over the triples. Where theirs is under a tenth of their step there is nothing to judge.
 
+The *floor* is what nobody who collects gradients in buckets can be faster than on these cores: each
+gradient scaled into a buffer of the engine's, and that buffer summed, with nothing else about it.
+
 ``--json`` prints the figures as one line at the end.
 """
 
@@ -48,6 +51,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import farandole.torch as hvd
 from farandole.bench.models import MODELS, Batch, Step, make_model, make_optimizer, make_step
+from farandole.comm import group as groups
+from farandole.comm.engines.base import Reduction
 
 RANKS = 2
 WARM_UP = 5
@@ -71,6 +76,24 @@ def slowest(seconds: list[list[float]]) -> list[list[float]]:
     times = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return times.tolist()
+
+
+def floor(model: nn.Module, rounds: int) -> float:
+    """Seconds to scale the gradients of ``model`` into one buffer and to sum it."""
+    engine = groups.root().current.engine("named", torch.device("cpu"))
+    gradients = [torch.randn_like(each).view(-1) for each in model.parameters()]
+    whole = engine.buffer(sum(each.numel() for each in gradients), torch.float32)
+    places = whole.split([each.numel() for each in gradients])
+    half = torch.tensor(0.5)
+    seconds = []
+    for _ in range(WARM_UP + rounds):
+        dist.barrier()
+        began = time.perf_counter()
+        for gradient, place in zip(gradients, places, strict=True):
+            torch.mul(gradient, half, out=place)
+        engine.allreduce(whole, Reduction.SUM).wait()
+        seconds.append([time.perf_counter() - began])
+    return statistics.median(each for (each,) in slowest(seconds[WARM_UP:]))
 
 
 def choose_ddp_settings(kind: Any) -> dict[str, Any]:
@@ -121,7 +144,11 @@ def measure(name: str, pairs: int) -> dict[str, Any]:
         seconds.append([taken[system] for system in SYSTEMS])
     check_equal(models["farandole"], models["ddp"])
     columns = zip(*slowest(seconds[WARM_UP:]), strict=True)
-    return {"ddp settings": settings, **dict(zip(SYSTEMS, map(list, columns), strict=True))}
+    return {
+        "ddp settings": settings,
+        "floor": floor(models["local"], pairs // 4),
+        **dict(zip(SYSTEMS, map(list, columns), strict=True)),
+    }
 
 
 def check_equal(ours: nn.Module, theirs: nn.Module) -> None:
@@ -219,6 +246,10 @@ def report(names: list[str], runs: list[dict[str, Any]]) -> dict[str, Any]:
             extra = one.visible.get(system)
             said = "" if extra is None else f", of it {1000 * extra:.1f} ms of communication"
             print(f"  {system:<10}{1000 * one.seconds[system]:7.1f} ms{said}")
+        least = statistics.median(run[name]["floor"] for run in runs)
+        print(
+            f"  {'floor':<10}{1000 * least:7.1f} ms: the gradients scaled into a buffer and summed"
+        )
         print(f"  step, ours over DDP's: {one.step:.3f}")
         print(f"  visible communication, ours over DDP's: {one.ratio:.3f} ({low:.3f}–{high:.3f})")
         found["ratios"][name] = round(one.step, 4)
@@ -229,6 +260,7 @@ def report(names: list[str], runs: list[dict[str, Any]]) -> dict[str, Any]:
         found["seconds"][name] = {key: round(each, 5) for key, each in one.seconds.items()}
         found["visible"][name] = {
             **{key: round(each, 5) for key, each in one.visible.items()},
+            "floor": round(least, 5),
             "interval": [round(low, 4), round(high, 4)],
         }
     return found
