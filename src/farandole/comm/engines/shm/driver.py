@@ -42,7 +42,7 @@ from farandole.comm.engines.shm.flags import Flags
 from farandole.comm.engines.shm.peers import Peers
 from farandole.core.errors import CollectiveError, FarandoleBug, FarandoleError, PeerLost
 
-SLICE = 0.02
+SLICE = 0.005
 """Seconds between two looks whether a rank is gone or the engine was aborted."""
 
 SUSPICION = 0.002

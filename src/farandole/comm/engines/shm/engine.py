@@ -33,7 +33,7 @@ class ShmEngine(Engine):
         seat: Seat,
         arenas: Sequence[Arena],
         descriptor: int,
-        pidfds: Mapping[int, int],
+        pidfds: Mapping[int, Sequence[int]],
         *,
         crowded: bool,
     ) -> None:

@@ -28,6 +28,7 @@ from farandole.comm.engines.shm.arena import MOST_RANKS, Arena, Reserve, window_
 from farandole.comm.engines.shm.board import MOST_CHUNK
 from farandole.comm.engines.shm.engine import ShmEngine
 from farandole.comm.engines.shm.handover import Counter, ask, receive
+from farandole.comm.engines.shm.witness import watch, witnesses
 from farandole.core.errors import (
     DeadlineError,
     FarandoleError,
@@ -36,8 +37,8 @@ from farandole.core.errors import (
     describe_ranks,
 )
 
-LAYOUT = 1
-"""Number of the windows' layout; ranks with another one cannot share them."""
+LAYOUT = 2
+"""Number of the windows' layout and of the offers'; ranks with another one cannot share them."""
 
 _ALIKE = {"layout": "version of Farandole", "libc": "C library", "namespace": "PID namespace"}
 """What must be alike in all ranks' offers, and what it is called."""
@@ -148,6 +149,7 @@ def _make(seat: Seat, held: contextlib.ExitStack) -> tuple[_Own | None, dict[str
         "libc": os.confstr("CS_GNU_LIBC_VERSION"),
         "namespace": namespace,
         "pid": os.getpid(),
+        "witnesses": witnesses(),
         "descriptor": descriptor,
         "length": length,
         "nonce": nonce.hex(),
@@ -178,10 +180,11 @@ def _unlike(offer: dict[str, Any], first: dict[str, Any]) -> str:
 
 def _reach(
     meeting: _Meeting, own: _Own, offers: Sequence[dict[str, Any]], held: contextlib.ExitStack
-) -> tuple[list[Arena], dict[int, int], str]:
+) -> tuple[list[Arena], dict[int, list[int]], str]:
     """The ranks' windows, the pidfds of the other ranks, and what went wrong, if anything did."""
     seat = meeting.seat
-    arenas, pidfds = [own.arena] * seat.size, {}
+    arenas: list[Arena] = [own.arena] * seat.size
+    pidfds: dict[int, list[int]] = {}
     descriptors: dict[int, int] = {}
     for rank, offer in enumerate(offers):
         if rank != seat.rank:
@@ -190,8 +193,9 @@ def _reach(
     try:
         descriptors |= _ask_for_the_rest(meeting, own.counter, offers, descriptors)
         for rank, descriptor in descriptors.items():
-            pidfds[rank] = os.pidfd_open(offers[rank]["pid"])
-            held.callback(os.close, pidfds[rank])
+            pidfds[rank] = watch(offers[rank]["pid"], offers[rank]["witnesses"])
+            for pidfd in pidfds[rank]:
+                held.callback(os.close, pidfd)
             arenas[rank] = _map(descriptor, offers[rank])
     except FarandoleError:  # of the exchanges; some are kinds of OSError
         raise

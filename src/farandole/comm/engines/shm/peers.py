@@ -10,12 +10,15 @@ from farandole.comm.engines.shm.arena import Arena
 
 
 class Peers:
-    """The other ranks' processes, held by pidfds, so that no number can have been reused."""
+    """The other ranks' processes, held by pidfds (see ``witness``), so that no number can have been
+    reused."""
 
-    def __init__(self, rank: int, arenas: Sequence[Arena], pidfds: Mapping[int, int]) -> None:
+    def __init__(
+        self, rank: int, arenas: Sequence[Arena], pidfds: Mapping[int, Sequence[int]]
+    ) -> None:
         self._rank = rank
         self._arenas = arenas
-        self._ranks = {pidfd: other for other, pidfd in pidfds.items()}
+        self._ranks = {pidfd: other for other, each in pidfds.items() for pidfd in each}
         self._poll = select.poll()
         for pidfd in self._ranks:
             self._poll.register(pidfd, select.POLLIN)
