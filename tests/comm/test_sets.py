@@ -8,7 +8,9 @@ from group_ranks import in_group
 
 from farandole.comm.group import Group
 from farandole.comm.ops import Op
+from farandole.comm.sets import Legacy
 from farandole.core.errors import MismatchError, ShutDownError, UsageError
+from farandole.core.worlds import World
 from farandole.testing.ranks import run_processes, run_threads
 
 WAYS = pytest.mark.parametrize("run", [run_threads, run_processes])
@@ -102,3 +104,21 @@ def test_sets_that_make_no_sense_are_refused():
         assert group.add_set([1]) == 2
 
     run_threads(3, in_group(check))
+
+
+def world(*members: int, heirs: tuple[tuple[int, int], ...] = ()) -> World:
+    here = tuple("a" for _ in members)
+    return World(
+        generation=1, members=members, hosts=here, slots=tuple(range(len(members))), heirs=heirs
+    )
+
+
+def test_sets_keep_who_is_left_and_who_has_taken_the_place_of_a_lost_member() -> None:
+    before = Legacy(lineage=0, sets={0: (0, 1, 2, 3), 1: (0, 1), 2: (2,)}, count=2)
+    numbers = before.in_numbers(world(0, 1, 2, 3))
+    shrunk = world(0, 2, 3)
+    assert numbers.with_heirs(shrunk).in_ranks(shrunk).sets == {0: (0, 1, 2), 1: (0,), 2: (1,)}
+    # The first who takes rank 1's place is lost too, before their group has formed.
+    held = numbers.with_heirs(world(0, 4, 2, 3, heirs=((1, 4),)))
+    again = world(0, 5, 6, 3, heirs=((4, 5), (2, 6)))
+    assert held.with_heirs(again).in_ranks(again).sets == before.sets

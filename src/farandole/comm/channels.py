@@ -13,7 +13,7 @@ from farandole.comm.engines.base import Engine, Seat
 from farandole.comm.meeting import LOOPBACK
 from farandole.core.clock import Deadline
 from farandole.core.config import Settings
-from farandole.core.errors import DeadlineError, FarandoleError
+from farandole.core.errors import ConnectionLost, DeadlineError, FarandoleError, PeerLost
 from farandole.core.store import PrefixStore, Store
 from farandole.core.topology import Topology
 
@@ -109,8 +109,10 @@ class Channels:
         )
         try:
             engine = registry.opener(self.engine)(seat)
-        except (FarandoleError, RuntimeError):
+        except (FarandoleError, RuntimeError) as error:
             self._control.require_usable()  # a rank was lost meanwhile: that is why
+            if isinstance(error, ConnectionLost):
+                raise PeerLost(f"The ranks cannot find each other. {error.message}") from None
             raise
         with self._lock:
             self._engines[path, device.type] = engine

@@ -39,6 +39,7 @@ from farandole.core.clock import Deadline
 from farandole.core.config import Settings
 from farandole.core.errors import (
     CollectiveError,
+    ConnectionLost,
     FarandoleError,
     MismatchError,
     NotInitializedError,
@@ -475,9 +476,10 @@ def _form_next(
     ref: GroupRef, place: Meeting, summons: Summons, settings: Settings, engine: str
 ) -> Group:
     """Form the group that the driver says is next; if that ends before it has formed, the next."""
-    place.store.set(f"init/{summons.number}", b"0")
     for _ in range(_FORMING_TRIES):
         world = summons.next_world()
+        if ref.legacy is not None:
+            ref.legacy = ref.legacy.with_heirs(world)
         rank = world.rank_of(summons.number)
         placement = topology.Placement(
             rank=rank,
@@ -491,7 +493,7 @@ def _form_next(
         deadline = Deadline.after(settings.start_timeout)
         try:
             group = form(place, placement, settings, engine, deadline, summons.listener, ref.legacy)
-        except (CollectiveError, SetupError) as error:
+        except (CollectiveError, SetupError, ConnectionLost) as error:
             summons.leave(error)
             last = error
         else:

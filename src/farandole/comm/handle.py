@@ -44,7 +44,7 @@ NOT_YET = -1
 """The sequence number of a request that is not agreed on."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Line:
     """What a group lends to the negotiator and the handles."""
 
@@ -61,6 +61,8 @@ class Line:
     """Sends off what was submitted; whoever waits need not wait for the negotiator's thread."""
     berths: Berths = field(default_factory=Berths)
     """Where small reductions are put down that travel together."""
+    waited: bool = False
+    """Whether somebody has waited for a request since the last one was submitted."""
     opened: set[str] = field(default_factory=set)
     """Types of devices whose engine has begun something: it does not block to begin more."""
     moving: set[Handle[Any]] = field(default_factory=set)
@@ -143,8 +145,9 @@ class Handle(Generic[ResultT]):
             return True
         if not self._begun.is_set():
             return False
-        if self._error is None and self._flight is not None:
-            if not all(work.done() for work in self._flight.works):
+        flight = self._flight  # another thread may settle it at any time
+        if self._error is None and flight is not None:
+            if not all(work.done() for work in flight.works):
                 return False
             self._settle()
         return True
@@ -157,6 +160,7 @@ class Handle(Generic[ResultT]):
         ranks asked for different things (the group stays usable), ``PeerLost``, ``StallError``
         or ``ShutDownError`` when the group broke.
         """
+        self._line.waited = True
         if not self._settled:
             begin = time.perf_counter()
             try:
@@ -264,7 +268,8 @@ class Handle(Generic[ResultT]):
         deadline = Deadline.after(timeout)
         if not self._begun.wait(timeout):
             return False
-        works = () if self._flight is None else self._flight.works
+        flight = self._flight  # another thread may settle it at any time
+        works = () if flight is None else flight.works
         return all(work.wait(deadline.remaining()) for work in works)
 
     def _settle(self) -> None:

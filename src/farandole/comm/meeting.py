@@ -35,7 +35,7 @@ from farandole.core.config import Settings
 from farandole.core.errors import DeadlineError, FarandoleError, SetupError, UsageError
 from farandole.core.placement import LAUNCHERS
 from farandole.core.secret import Secret
-from farandole.core.store import LocalStore, Store, StoreClient, StoreServer
+from farandole.core.store import LocalStore, ReturningStore, Store, StoreClient, StoreServer
 from farandole.core.topology import Placement
 
 LOOPBACK = "127.0.0.1"
@@ -110,10 +110,17 @@ def _meet_at(text: str, settings: Settings, placement: Placement, deadline: Dead
     if settings.secret is None:
         raise UsageError("FARANDOLE_STORE is set, but FARANDOLE_SECRET is not. Set both.")
     address = Address.parse(text)
-    store = StoreClient(address, settings.secret, deadline)
+    store: Store
+    if settings.driver_timeout > 0:
+        patience = settings.driver_timeout
+        store = ReturningStore(address, settings.secret, deadline, patience=patience)
+    else:
+        store = StoreClient(address, settings.secret, deadline)
     local = placement.local_size == placement.size and settings.worker is None
     own = LOOPBACK if local else own_address(address, settings)
-    summons = None if settings.worker is None else Summons(store, settings.worker)
+    summons = (
+        None if settings.worker is None else Summons(store, settings.worker, settings.stall_warning)
+    )
     return Meeting(store, settings.secret, address=own, summons=summons)
 
 

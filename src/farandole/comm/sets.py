@@ -35,6 +35,12 @@ class Legacy:
         sets = {n: tuple(world.members[rank] for rank in ranks) for n, ranks in self.sets.items()}
         return dataclasses.replace(self, sets=sets)
 
+    def with_heirs(self, world: World) -> Legacy:
+        """In numbers: with those of ``world`` who have taken the places of lost ones."""
+        heirs = dict(world.heirs)
+        sets = {n: tuple(heirs.get(each, each) for each in own) for n, own in self.sets.items()}
+        return dataclasses.replace(self, sets=sets)
+
     def in_ranks(self, world: World) -> Legacy:
         """The inverse of :meth:`in_numbers` in another world, without those who are not in it."""
         now = {number: rank for rank, number in enumerate(world.members)}

@@ -31,8 +31,8 @@ class Latch:
 
     def set(self) -> None:
         """Let all that wait, and all that will, go on. Idempotent."""
+        self._set = True  # first of all: who is interrupted below calls this again in vain
         if self._first.acquire(blocking=False):
-            self._set = True
             self._closed.release()
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -80,6 +80,11 @@ class Process:
         self._popen.send_signal(number)
         return at
 
+    def stop(self) -> None:
+        """Stop it, and wait until the last of its threads has."""
+        self.send(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._popen.pid, os.WSTOPPED | os.WNOWAIT)
+
     def go_on(self) -> None:
         assert self._popen.stdin is not None
         self._popen.stdin.close()
@@ -161,7 +166,7 @@ def test_a_forked_child_neither_keeps_a_dead_rank_alive_nor_disturbs(start: Star
 def test_a_stopped_rank_is_named_and_may_come_back(start: Start, stopped: int) -> None:
     """Also when it is rank 0, which would have told."""
     processes = formed(start("stall", 3))
-    processes[stopped].send(signal.SIGSTOP)
+    processes[stopped].stop()
     processes[1].go_on()
     teller = processes[2] if stopped == 0 else processes[0]
     text = teller.hear_error("does not answer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from random import Random
 
 import torch
@@ -70,6 +71,27 @@ def test_who_travels_with_others_now_is_not_brought_back():
     places.remember(["c", "d"], [1, 1], torch.zeros(2))
     take(places, "a")
     assert list(take(places, "c").hold.layout.places) == ["c", "d"]
+
+
+def test_the_users_default_device_is_not_asked():
+    places = known()
+    with torch.device("meta"):
+        assert take(places, "a").buffer.device.type == "cpu"
+
+
+def test_nothing_is_kept_for_requests_without_a_name():
+    def check(group: Group) -> None:
+        before = _holds()
+        for _ in range(5):
+            handles = [group.allreduce_async(torch.ones(3), op=Op.SUM) for _ in range(8)]
+            assert [handle.wait().tolist() for handle in handles] == [[2.0] * 3] * 8
+        assert _holds() == before
+
+    run_threads(2, in_group(check))
+
+
+def _holds() -> int:
+    return sum(type(each) is berths.Hold for each in gc.get_objects())
 
 
 def test_results_are_right_and_free_of_each_other_whatever_comes_back():

@@ -28,7 +28,7 @@ def request(name: str) -> Any:
 
 def known_seat(names: str = NAMES) -> Seat:
     """A seat whose group has agreed on ``names`` before."""
-    line: Any = SimpleNamespace(key="0", members=(0, 1))
+    line: Any = SimpleNamespace(key="0", members=(0, 1), waited=False)
     seat = Seat(line, Memory(0))
     for number, name in enumerate(names):
         asked = request(name)
@@ -88,6 +88,17 @@ def test_what_comes_right_after_others_have_left_travels_with_them_next_time(
     sent(outbox, 3.0)
 
 
+def test_what_follows_because_its_forerunner_was_waited_for_is_left_alone(outbox: Outbox) -> None:
+    seat = known_seat()
+    for step in (1.0, 2.0, 3.0):
+        done = put_all(outbox, seat, "a", now=step)
+        sent(outbox, step)
+        seat.line.waited = True
+        done += put_all(outbox, seat, "b", now=step + PAUSE / 2)
+        sent(outbox, step + PAUSE / 2)
+    assert done == [True, True]
+
+
 def test_who_waits_between_two_of_them_parts_them_again(outbox: Outbox) -> None:
     seat = known_seat()
     put_all(outbox, seat, "ab", now=1.0)
@@ -131,6 +142,19 @@ def test_a_group_that_closed_sends_nothing_but_that() -> None:
     mail = outbox.take(0.0)
     assert mail is not None
     assert [(part.bits, part.closes) for part in mail.parts] == [(0b100, False), (0, True)]
+
+
+def test_numbers_of_an_earlier_generation_are_nobodys_companions(outbox: Outbox) -> None:
+    seat = known_seat()
+    put_all(outbox, seat, "ab")
+    seat.begin_anew()
+    sent(outbox)
+    for number, name in enumerate("cd"):
+        asked = request(name)
+        seat.memory.learn(Agreed("0", asked.key, number, (0, 0), (asked.header.encode(),)))
+    put_all(outbox, seat, "c", now=1.0)
+    assert outbox.due == 1.0 + PAUSE
+    sent(outbox, 1.0)
 
 
 def test_numbers_of_two_generations_travel_apart() -> None:

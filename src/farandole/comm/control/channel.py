@@ -425,8 +425,9 @@ class Control:
             self._reporter.look(blocked, now)
         # Rank 0 ends a stall at the limit. This is for when it cannot, or is not there.
         if limit > 0 and now - blocked.since >= limit + NEWS_LIMIT:
-            text = wording.timeout([(self.rank, blocked.position)], [], limit)
-            self._break(StallError(text))
+            silent = [0] if self.rank != 0 and self._dissolved is None else []
+            text = wording.timeout([(self.rank, blocked.position)], silent, limit)
+            self._break(StallError(text, ranks=silent))
             self.require_usable()
 
     def _check_alone(self, blocked: Blocked, dissolved: float, now: float) -> None:

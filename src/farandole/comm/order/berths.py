@@ -98,7 +98,8 @@ class Berths:
 
 def _empty(layout: _Layout) -> Tensor:
     with modes(inference=False, stream=None):  # Others, in other modes, write to it as well.
-        return torch.empty(layout.total, dtype=layout.dtype)
+        # Named, since the user's default device may be another one.
+        return torch.empty(layout.total, dtype=layout.dtype, device="cpu")
 
 
 def leave(keys: Sequence[str], berths: Sequence[Berth | None]) -> Tensor | None:

@@ -43,8 +43,8 @@ class Seat:
     """All that travelled with the requests in ``part`` the last time, as bits."""
     companions: dict[int, int] = field(default_factory=dict)
     """By number: the bits that a request left with last."""
-    began: float = 0.0
-    """When the first request of ``part`` was put down."""
+    follows: bool = False
+    """Whether ``part`` was begun so soon after the last one left that it is one company's."""
     gone: int = 0
     """What left last, as bits."""
     left: float = -math.inf
@@ -100,7 +100,9 @@ class Outbox:
             line = seat.line
             part = seat.part = Part(line.key, line.members, seat.memory.generation)
             self._mail.append((seat, part))
-            seat.expected, seat.began = 0, now
+            # Who waits for some before submitting others does not want them to travel together.
+            seat.expected, seat.follows = 0, now - seat.left < PAUSE and not line.waited
+        seat.line.waited = False
         number = seat.memory.describe(part, handle.key, handle.header)
         if number is not None:
             seat.expected |= seat.companions.get(number, 0)
@@ -124,14 +126,17 @@ class Outbox:
     def take(self, now: float) -> Mail | None:
         """All that lies here; ``None`` when it is not worth a message.
 
-        What comes right after something has left should have left with it: next time it does.
+        What comes right after something has left, and not because somebody waited for that, should
+        have left with it: next time it does.
         """
         self.due = math.inf
         if not self._mail and not self._joins:
             return None
         for seat, part in self._mail:
             seat.part = None
-            together = part.bits | (seat.gone if seat.began - seat.left < PAUSE else 0)
+            if part.generation != seat.memory.generation:
+                continue  # its numbers stand for other requests by now
+            together = part.bits | (seat.gone if seat.follows else 0)
             seat.companions |= dict.fromkeys(wire.numbers_in(together), together)
             seat.gone, seat.left = together, now
         mail = Mail([*(part for _, part in self._mail), *self._closing], self._joins, self._what)

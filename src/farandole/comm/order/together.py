@@ -109,7 +109,8 @@ def _pack(those: Sequence[Ready], shares: Sequence[Share[Any]]) -> tuple[Tensor,
         return whole, buffers
     lengths = [buffer.numel() for buffer in buffers]
     whole = torch.cat(buffers)
-    if whole.device.type == "cpu":
+    # A request without a name never comes back, so its place would be kept for nobody.
+    if whole.device.type == "cpu" and None not in [each.handle.header.name for each in those]:
         those[0].line.berths.remember(keys, lengths, whole)
     return whole, torch.split(whole, lengths)
 
