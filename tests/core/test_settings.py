@@ -34,6 +34,7 @@ DEFAULTS = {
     "secret": None,
     "chaos": None,
     "worker": None,
+    "driver_timeout": 0.0,
     "timeline": None,
     "timeline_mark_cycles": False,
     "log_level": "warning",
@@ -74,6 +75,7 @@ READ = [
     ("FARANDOLE_SECRET", HEX, "secret", Secret.from_hex(HEX)),
     ("FARANDOLE_CHAOS", "kill:rank=1@step=3", "chaos", "kill:rank=1@step=3"),
     ("FARANDOLE_WORKER", "3", "worker", 3),
+    ("FARANDOLE_DRIVER_TIMEOUT", "600", "driver_timeout", 600.0),
     ("FARANDOLE_TIMELINE", "/tmp/t.json", "timeline", "/tmp/t.json"),
     ("HOROVOD_TIMELINE", "t.json", "timeline", "t.json"),
     ("FARANDOLE_TIMELINE_MARK_CYCLES", "1", "timeline_mark_cycles", True),
@@ -104,6 +106,7 @@ REFUSED = [
     ("FARANDOLE_STORE", "node7:99999"),
     ("FARANDOLE_CHAOS", "kill:everybody"),
     ("FARANDOLE_WORKER", "-1"),
+    ("FARANDOLE_DRIVER_TIMEOUT", "-1"),
     ("FARANDOLE_TIMELINE_MARK_CYCLES", "often"),
     ("FARANDOLE_LOG_LEVEL", "loud"),
 ]

@@ -82,6 +82,39 @@ def test_a_forgotten_set_epoch_does_not_repeat_an_order() -> None:
     assert walked[3] == walked[1]
 
 
+@pytest.mark.parametrize("pad", [True, False])
+def test_a_forgotten_set_epoch_keeps_the_ledger(pad: bool) -> None:
+    """What is saved in the second pass, before and after its first batch, leads back into it."""
+
+    def be(_: int) -> list[list[int]]:
+        hvd.init()
+        sampler = hvd.elastic.ElasticSampler(SAMPLES, pad=pad)
+        loader: Any = (
+            DataLoader(SAMPLES, batch_size=4, sampler=sampler)  # type: ignore[arg-type]
+            if pad
+            else DataLoader(SAMPLES, batch_sampler=sampler.batches(4))  # type: ignore[arg-type]
+        )
+        orders, states = [], []
+        for _ in range(2):
+            taken: list[int] = []
+            for number, batch in enumerate(loader):
+                states.append(sampler.state_dict())
+                taken += batch.tolist()
+                sampler.record_batch(number, len(batch))
+            orders.append(taken)
+        for state in states[len(states) // 2 :]:
+            sampler.load_state_dict(state)
+            orders.append([sample for batch in loader for sample in batch.tolist()])
+        hvd.shutdown()
+        return orders
+
+    (orders,) = run_threads(1, be)
+    first, second, *again = orders
+    assert sorted(first) == sorted(second) == list(SAMPLES)
+    assert first != second
+    assert again == [second[4 * done :] for done in range(len(again))]
+
+
 def test_exact_batches_of_a_padding_sampler_are_refused() -> None:
     def ask(_: int) -> None:
         hvd.init()

@@ -26,6 +26,8 @@ model = torch.nn.Sequential(
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
 state = hvd.elastic.TorchState(model, optimizer, step=0)
+# Who takes a lost rank's place finds its sets.
+pair = hvd.add_process_set([0, 1])
 
 @hvd.elastic.run
 def train(state):
@@ -36,6 +38,11 @@ def train(state):
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
+        if pair.included():
+            total = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=pair, name="pair").item()
+            assert (total, pair.ranks) == (2.0, [0, 1]), (total, pair)
+        else:
+            assert hvd.rank() == 2
         state.step += 1
         state.commit()
 

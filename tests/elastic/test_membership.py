@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from farandole.core.errors import UsageError
 from farandole.core.worlds import World
 from farandole.elastic import decisions as m
-from farandole.elastic import membership
+from farandole.elastic import membership, stragglers
 from farandole.elastic.membership import Membership
 from farandole.elastic.policy import Policy, cooldown
 
@@ -126,12 +126,21 @@ def test_a_loss_shrinks_the_world_when_all_survivors_have_left_and_a_replacement
     scene.commits.update({0: 4, 1: 4, 2: 5})
     decisions = scene.exit(1)
     assert m.End(0, "worker 1 was lost", (1,)) in decisions
-    assert [type(each) for each in decisions] == [m.End, m.Spawn]
+    assert [type(each) for each in decisions] == [m.End]
     assert scene.ready(0, why="PeerLost", lost=[1]) == []
     scene.ready(2, why="PeerLost", lost=[1])
     # Rank 0 is who has the newest commit.
     assert (scene.world.generation, scene.world.members) == (1, (2, 0))
     assert not scene.world.removed_only
+    # The replacement starts when the survivors train again.
+    assert scene.members.next_due(0.0) == membership.RESPITE
+    assert [type(each) for each in scene.at(membership.RESPITE)] == [m.Spawn]
+
+
+def test_a_replacement_that_is_waited_for_is_started_at_once() -> None:
+    for rules in (policy(3, on_loss_size="hold"), policy(3, least=3)):
+        scene = started(rules, a=3)
+        assert [type(each) for each in scene.exit(1)] == [m.End, m.Spawn]
 
 
 def test_two_losses_at_once_cost_one_generation() -> None:
@@ -218,6 +227,15 @@ def test_with_hold_the_replacement_takes_the_lost_ones_number() -> None:
     scene.ready(3)
     assert scene.world.members == (3, 1, 2)
     assert scene.world.source == 1
+    assert scene.world.heirs == ((0, 3),)
+    scene.exit(3)
+    scene.exit(2)
+    scene.at(10.0)  # the host may have ranks again
+    for number in (1, 4, 5):
+        scene.ready(number, why="PeerLost")
+    assert scene.world.members == (4, 1, 5)
+    assert scene.world.heirs == ((3, 4), (2, 5))
+    assert World.from_bytes(scene.world.to_bytes()) == scene.world
 
 
 def test_with_hold_and_no_replacement_training_goes_on_after_a_while() -> None:
@@ -306,6 +324,7 @@ def test_nobody_left_with_the_state_is_the_end_although_newcomers_wait() -> None
     scene = started(policy(2), a=2)
     scene.commits.update({0: 1, 1: 1})
     scene.exit(1)
+    scene.at(membership.RESPITE)
     scene.ready(2)
     scene.ready(0, why="PeerLost")
     assert scene.world.members == (0, 2)
@@ -332,7 +351,7 @@ def test_survivors_that_never_recover_are_not_waited_for_for_ever() -> None:
     scene.ready(0)
     scene.ready(1)
     scene.exit(1)
-    assert scene.members.next_due(0.0) == membership.ENROL
+    assert scene.members.next_due(membership.RESPITE) == membership.ENROL
     assert scene.at(membership.ENROL) == [m.Fail(m.NOT_ELASTIC, 1)]
 
 
@@ -359,8 +378,49 @@ def test_a_rank_that_is_stuck_is_ended_by_the_word_of_the_others() -> None:
     scene = started(policy(3), a=3)
     decisions = scene.ready(0, why="StallError", lost=[2], stuck=True)
     assert decisions[:2] == [
-        m.Kill(2, "it did not come to a collective"), m.End(0, "StallError", (2,))
-    ]  # fmt: skip
+        m.Kill(2, "it did not come to a collective that the others waited in", show=True),
+        m.End(0, "StallError", (2,)),
+    ]
+
+
+def test_who_does_not_leave_a_world_that_is_over_is_named_and_then_ended() -> None:
+    scene = started(policy(4, stall_warning=60.0, stall_timeout=300.0), a=4)
+    scene.exit(3)
+    assert [type(each) for each in scene.at(10.0)] == [m.Spawn]  # nobody waits
+    scene.ready(0, why="PeerLost", lost=[3])
+    scene.now = 50.0
+    scene.ready(2, why="PeerLost", lost=[3])
+    scene.ready(4)  # the replacement
+    assert scene.members.next_due(60.0) == 70.0
+    (named,) = scene.at(70.0)
+    assert isinstance(named, m.Say)
+    assert "for 60 s the others have waited for rank 1 of generation 0" in named.text
+    assert scene.at(200.0) == []
+    assert scene.members.next_due(200.0) == 310.0
+    (killed,) = scene.at(310.0)
+    assert isinstance(killed, m.Kill)
+    assert (killed.number, killed.show) == (1, True)
+    assert "300 s" in killed.why
+    assert scene.at(311.0) == []  # once
+    assert scene.members.next_due(311.0) == 310.0 + stragglers.SHOWING
+    (killed,) = scene.at(310.0 + stragglers.SHOWING)
+    assert isinstance(killed, m.Kill)
+    assert (killed.number, killed.show) == (1, False)
+    assert scene.at(400.0) == []
+    scene.exit(1)
+    assert scene.world.members == (0, 2, 4)
+
+
+def test_who_is_slow_to_leave_a_world_is_not_ended_when_it_comes_in_time() -> None:
+    scene = started(policy(3, stall_warning=60.0, stall_timeout=0.0), a=3)
+    scene.exit(2)
+    scene.at(membership.RESPITE)
+    scene.ready(3)  # the replacement
+    scene.ready(0, why="PeerLost", lost=[2])
+    assert [type(each) for each in scene.at(1e6)] == [m.Say]
+    scene.ready(1, why="PeerLost", lost=[2])
+    assert scene.world.members == (0, 1, 3)
+    assert not scene.of(m.Kill)
 
 
 def test_an_end_that_was_good_is_the_end_of_training() -> None:

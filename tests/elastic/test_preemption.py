@@ -46,7 +46,13 @@ def train(folder: Path, doomed: dict[int, int], log: Path | None = None) -> Any:
     return result
 
 
-@pytest.mark.parametrize("doomed", [{0: 3, 1: 3}, {0: 6, 1: 7}], ids=["together", "apart"])
+@pytest.mark.parametrize(
+    "doomed",
+    [
+        pytest.param({0: 3, 1: 3}, id="together", marks=pytest.mark.slow),
+        pytest.param({0: 6, 1: 7}, id="apart"),
+    ],
+)
 def test_told_to_end_all_save_the_same_step_and_a_new_job_goes_on(
     tmp_path: Path, doomed: dict[int, int]
 ) -> None:

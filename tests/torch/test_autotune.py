@@ -340,7 +340,7 @@ def test_ranks_that_would_tune_differently_are_told():
         )
 
 
-@pytest.mark.parametrize("engine", ["torch", "shm"])
+@pytest.mark.parametrize("engine", [pytest.param("torch", marks=pytest.mark.slow), "shm"])
 def test_finds_its_way_from_a_bad_start_on_real_transport(engine, monkeypatch):
     """A model of many small parameters: a bucket for each costs several times the step.
 

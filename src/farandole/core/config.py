@@ -326,6 +326,14 @@ class Settings:
         meaning="The number of this process in an elastic job, whose driver says which rank it is. "
         "Set by `farandole run --min-np`.",
     )
+    driver_timeout: float = _knob(
+        0.0,
+        _SECONDS,
+        "FARANDOLE_DRIVER_TIMEOUT",
+        unit="seconds",
+        meaning="How long this process waits for the driver of its elastic job to come back when "
+        "it is lost. 0: it cannot come back. Set where node 0 of a job on a cluster is replaced.",
+    )
     timeline: str | None = _knob(
         None,
         _FILE,

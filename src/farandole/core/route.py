@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import socket
 import struct
@@ -11,6 +12,8 @@ from farandole.core.address import Address
 from farandole.core.errors import UsageError
 
 _SIOCGIFADDR = 0x8915
+_ANYWHERE = Address("192.0.2.1", 9)
+"""An address that no machine has (RFC 5737): what leads there is the default route."""
 
 
 def own_address(towards: Address, interface: str | None = None) -> str:
@@ -25,6 +28,23 @@ def own_address(towards: Address, interface: str | None = None) -> str:
     with socket.socket(family, kind, protocol) as probe:  # connecting UDP sends nothing
         probe.connect(target)
         return str(probe.getsockname()[0])
+
+
+def outward_address(interface: str | None = None) -> str:
+    """An address of this machine for others of which none is known yet.
+
+    That of ``interface``, if one is named; else where the default route leaves; else of any
+    interface; else loopback.
+    """
+    if interface is not None:
+        return _address_of(interface)
+    with contextlib.suppress(OSError):
+        return own_address(_ANYWHERE)
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(UsageError):
+            if name != "lo":
+                return _address_of(name)
+    return "127.0.0.1"
 
 
 def is_own(host: str) -> bool:

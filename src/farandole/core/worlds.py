@@ -8,7 +8,7 @@ is written once and by one side only, so there is nothing to race for:
 key                            writer     value
 =============================  =========  ======================================================
 ``elastic/inbox/<n>``          workers    the n-th message to the driver (:class:`Ready`,
-                                          :class:`Enrolled`)
+                                          :class:`Enrolled`, :class:`Returned`)
 ``elastic/call/<number>/<k>``  driver     the answer to that worker's k-th ``Ready``: the number of
                                           its generation, or why there is none for it
 ``elastic/world/<g>``          driver     the :class:`World` of generation g
@@ -48,6 +48,8 @@ class World:
     """The rank whose state counts: it has the last commit."""
     holds: bool = False
     """Whether replacements take the numbers of the lost."""
+    heirs: tuple[tuple[int, int], ...] = ()
+    """… then members of the world before that were lost, and who has the place of each."""
     removed_only: bool = False
     """Whether it is the world before without some, who left in good order."""
 
@@ -74,10 +76,14 @@ class World:
     @classmethod
     def from_bytes(cls, data: bytes) -> World:
         """The inverse of :meth:`to_bytes`."""
-        fields = json.loads(data)
-        for name in ("members", "hosts", "slots", "fresh"):
-            fields[name] = tuple(fields[name])
-        return cls(**fields)
+        return cls.from_fields(json.loads(data))
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> World:
+        """As JSON has it."""
+        tuples = {name: tuple(fields[name]) for name in ("members", "hosts", "slots", "fresh")}
+        heirs = tuple((lost, heir) for lost, heir in fields["heirs"])
+        return cls(**{**fields, **tuples, "heirs": heirs})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +110,19 @@ class Enrolled:
     """A worker has called ``elastic.run``: it can recover."""
 
     number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Returned:
+    """A worker has found the store again, and with it a driver that may be new: it tells who it is.
+
+    It comes before anything else that the worker says there.
+    """
+
+    number: int
+    enrolled: bool
+    world: World | None
+    """The latest that the worker knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,17 +169,24 @@ class Call:
         return cls(**json.loads(data))
 
 
-def pack_message(message: Ready | Enrolled) -> bytes:
+Message = Ready | Enrolled | Returned
+
+
+def pack_message(message: Message) -> bytes:
     """A worker's message, for the inbox."""
-    kind = "ready" if isinstance(message, Ready) else "enrolled"
+    kind = type(message).__name__
     return json.dumps({"kind": kind, **dataclasses.asdict(message)}).encode()
 
 
-def unpack_message(data: bytes) -> Ready | Enrolled:
+def unpack_message(data: bytes) -> Message:
     """The inverse of :func:`pack_message`."""
     fields = json.loads(data)
-    if fields.pop("kind") == "enrolled":
+    kind = fields.pop("kind")
+    if kind == Enrolled.__name__:
         return Enrolled(**fields)
+    if kind == Returned.__name__:
+        world = fields.pop("world")
+        return Returned(**fields, world=None if world is None else World.from_fields(world))
     return Ready(**{**fields, "lost": tuple(fields["lost"])})
 
 

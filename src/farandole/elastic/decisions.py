@@ -44,6 +44,13 @@ class Kill:
 
 
 @dataclass(frozen=True)
+class Say:
+    """Tell the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Publish:
     """This is the next world; its members wait for it."""
 
@@ -91,4 +98,4 @@ class Fail:
     culprit: int | None
 
 
-Decision = Spawn | Kill | Publish | Update | End | Dismiss | Refuse | Fail
+Decision = Spawn | Kill | Say | Publish | Update | End | Dismiss | Refuse | Fail

@@ -3,6 +3,9 @@
 There is one by construction: it belongs to the job loop, and ends with it. It is the only one that
 writes what workers act on (:mod:`farandole.core.worlds`). All of it runs in the job loop's thread;
 only the inbox is filled by another one.
+
+Where ranks can outlive it, a driver begins with a reunion (:mod:`farandole.elastic.reunion`), and
+goes on from what is there.
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ from typing import Protocol
 
 from farandole.core import worlds
 from farandole.core.store import LocalStore
-from farandole.core.worlds import Call, Enrolled, Word, World
+from farandole.core.worlds import Call, Enrolled, Ready, Returned, Word, World
 from farandole.elastic import decisions
 from farandole.elastic.decisions import Decision
 from farandole.elastic.membership import Membership
 from farandole.elastic.policy import Policy
+from farandole.elastic.reunion import Reunion
 
 _log = logging.getLogger(__name__)
 
@@ -43,10 +47,19 @@ class Driver:
     """See the module. ``wake`` has the job loop call :meth:`pump`; any thread calls it."""
 
     def __init__(
-        self, policy: Policy, store: LocalStore, hands: Hands, wake: Callable[[], None]
+        self,
+        policy: Policy,
+        store: LocalStore,
+        hands: Hands,
+        wake: Callable[[], None],
+        reunion: Reunion | None = None,
     ) -> None:
         self.failure: decisions.Fail | None = None
         """Why the job has failed, once it has."""
+        self.reunion = reunion
+        """While what an earlier driver has left comes together."""
+        self._policy = policy
+        self._slots: Mapping[str, int] = {}
         self._membership = Membership(policy)
         self._store = store
         self._hands = hands
@@ -71,9 +84,9 @@ class Driver:
         m = self._membership
         return not m.workers and (m.finishing or m.failed)
 
-    def next_due(self) -> float | None:
+    def next_due(self, now: float) -> float | None:
         """When :meth:`pump` is to be called if nothing else happens; ``None``: never."""
-        return self._due
+        return self._due if self.reunion is None else self.reunion.next_due(now)
 
     def stop(self) -> None:
         """The job is being ended: decide nothing any more."""
@@ -81,10 +94,15 @@ class Driver:
 
     def hosts_are(self, slots: Mapping[str, int], now: float) -> None:
         """The hosts and their slots, from now on."""
-        self._act(self._membership.on_hosts(slots, now), now)
+        self._slots = slots
+        if self.reunion is None:
+            self._act(self._membership.on_hosts(slots, now), now)
 
     def exited(self, number: int, code: int, now: float) -> None:
         """A worker's process has ended."""
+        if self.reunion is not None:
+            self.reunion.on_exit(number, well=code == 0)
+            return
         self._act(self._membership.on_exit(number, well=code == 0, now=now), now)
 
     def expects_end_of(self, number: int) -> bool:
@@ -94,8 +112,14 @@ class Driver:
 
     def pump(self, now: float) -> None:
         """Take in what workers have said, and what time has brought."""
-        while self._arrived:
+        self._reunite(now)
+        while self._arrived and self.reunion is None:
             message = worlds.unpack_message(self._arrived.popleft())
+            if isinstance(message, Returned):
+                self._on_returned(message)
+                continue
+            if message.number not in self._membership.workers or self._is_of_another(message):
+                continue
             if isinstance(message, Enrolled):
                 self._act(self._membership.on_enrolled(message.number, now), now)
                 continue
@@ -114,6 +138,41 @@ class Driver:
             )
         if self._due is not None and now >= self._due:
             self._act(self._membership.on_tick(now), now)
+
+    # ---- what an earlier driver has left
+
+    def _reunite(self, now: float) -> None:
+        """Hear who is there, and go on from that when it is enough."""
+        if self.reunion is None:
+            return
+        for message in map(worlds.unpack_message, self._arrived.copy()):
+            if isinstance(message, Returned):
+                self.reunion.on_returned(message)
+        if self.reunion.is_over(now):
+            self._membership, decided = self.reunion.resume(self._policy, self._slots, now)
+            self.reunion = None
+            world = self._membership.world
+            if world is not None:
+                living = len(self._membership.workers)
+                found = "1 process" if living == 1 else f"{living} processes"
+                self._hands.say(
+                    f"farandole: node 0 has begun anew, and found {found} of generation "
+                    f"{world.generation}."
+                )
+            self._act(decided, now)
+            self._act(self._membership.on_hosts(self._slots, now), now)
+
+    def _on_returned(self, message: Returned) -> None:
+        """Of a rank that had lost the store: it may be in a world that nobody else knows."""
+        worker = self._membership.workers.get(message.number)
+        members = () if self.world is None else self.world.members
+        if worker is not None and message.world is not None and message.number not in members:
+            self._hands.kill(message.number, show=False)
+
+    def _is_of_another(self, message: Ready | Enrolled) -> bool:
+        """Whether it is about a world of another driver's, that is not known here."""
+        known = -1 if self.world is None else self.world.generation
+        return isinstance(message, Ready) and message.generation > known
 
     # ---- the inbox
 
@@ -145,6 +204,8 @@ class Driver:
             if decision.show:
                 self._hands.say(f"farandole: process {decision.number} is ended: {decision.why}.")
             self._hands.kill(decision.number, show=decision.show)
+        elif isinstance(decision, decisions.Say):
+            self._hands.say(f"farandole: {decision.text}")
         elif isinstance(decision, decisions.Publish):
             self._publish(decision.world)
         elif isinstance(decision, decisions.Update):

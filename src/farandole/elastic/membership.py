@@ -16,8 +16,8 @@ Theory
     a worker says about a generation that it is not in any more is recognised, and ignored.
 
     A member that is alive but computes holds up the next world, as it would hold up any collective;
-    it is not lost. Who is frozen is for the agent to see, who is stuck for the watch
-    (:mod:`farandole.comm.control.watch`); both come in as losses.
+    it is not lost before the same limit has passed. Who is frozen is for the agent to see, who is
+    stuck in a world for the watch (:mod:`farandole.comm.control.watch`); both come in as losses.
 
 A worker::
 
@@ -42,6 +42,8 @@ The world::
     nobody who has the state lives     the job fails
     a worker does not come to init()   it is ended, as a loss
     in time while others wait there
+    a member does not leave a world    it is named after ``policy.stall_warning``, and ended, as a
+    that others have left              loss, after ``policy.stall_timeout``
 
 The order of ranks: those who hold the last commit before those who missed it, then as before, then
 newcomers by number. So rank 0 is the oldest survivor with the newest state. With ``hold`` everybody
@@ -56,8 +58,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from farandole.core.errors import describe_ranks
 from farandole.core.worlds import World
+from farandole.elastic import stragglers
 from farandole.elastic.decisions import (
     NEVER_CAME,
     NOT_ELASTIC,
@@ -74,44 +76,17 @@ from farandole.elastic.decisions import (
     Update,
 )
 from farandole.elastic.policy import FORGIVEN_AFTER, HOLD, HOST, Policy, cooldown
+from farandole.elastic.roster import Host, Worker
 
 SETTLE = 5.0
 """Seconds that a newcomer who is ready waits for others who are being started."""
 
+RESPITE = 0.5
+"""Seconds that survivors who go on without a lost rank have its host for themselves: a replacement
+that starts on cores which are all in use would hold up their next step."""
+
 ENROL = 30.0
 """Seconds after a loss for the survivors to call ``elastic.run``, if none has so far."""
-
-
-@dataclass
-class Worker:
-    """A process that lives."""
-
-    number: int
-    host: str
-    slot: int
-    since: float
-    """When it was started."""
-    ready_since: float | None = None
-    """Since when it waits for a world; ``None``: it does not."""
-    commits: int = -1
-    """How many commits its saved state has seen, as it said last; -1: it has no state."""
-    going: bool = False
-    """Whether it was told to end: its end is no loss."""
-
-
-@dataclass
-class Host:
-    """A host that was named at some time."""
-
-    slots: int = 0
-    """How many ranks it may have now; 0: it is not named any more."""
-    losses: int = 0
-    last_loss: float = -math.inf
-    avoided_until: float = -math.inf
-
-    def takes(self, now: float) -> bool:
-        """Whether it may get a new rank."""
-        return self.slots > 0 and now >= self.avoided_until
 
 
 @dataclass
@@ -133,6 +108,8 @@ class Membership:
     enrolled: bool = False
     """Whether a worker has called ``elastic.run``."""
     _numbers: int = 0
+    _generations: int = 0
+    """The number of the next world."""
     _member_numbers: frozenset[int] = frozenset()
     _told: bool = False
     """Whether the members have been told to leave at a commit."""
@@ -151,6 +128,17 @@ class Membership:
     """With ``hold``, the seats of the world by rank, of which some may be empty."""
 
     # ---- events
+
+    def go_on_from(self, world: World | None) -> None:
+        """``world`` is the latest that is known of an earlier driver, and :attr:`workers` live.
+
+        See :mod:`farandole.elastic.reunion`.
+        """
+        self._numbers = 1 + max([*self.workers, *(world.members if world else ())], default=-1)
+        if world is not None:
+            self.world, self.resets = world, world.generation
+            self._generations = world.generation + 2
+            self._held, self._member_numbers = world.members, frozenset(world.members)
 
     def on_hosts(self, slots: Mapping[str, int], now: float) -> list[Decision]:
         """The hosts and their slots, as they are from now on.
@@ -201,7 +189,8 @@ class Membership:
                 why = why or f"worker {number} had not come"
             if why:
                 gone = [each for each in lost if each in self.workers] if stuck else []
-                decisions += [Kill(each, "it did not come to a collective") for each in gone]
+                why_gone = "it did not come to a collective that the others waited in"
+                decisions += [stragglers.show(self.workers[each], why_gone, now) for each in gone]
                 decisions += self._end(why, tuple(lost), now)
         return decisions + self._settle(now)
 
@@ -237,6 +226,7 @@ class Membership:
             if worker.ready_since is not None
         ]
         times += [worker.since + self.policy.start_timeout for worker in self._starting()]
+        times += stragglers.times(self.workers.values(), self._members(), self.policy)
         if self._short_since is not None:
             times.append(self._short_since + self.policy.patience)
         if self.over and not self.enrolled:
@@ -251,7 +241,8 @@ class Membership:
             host.losses = 0
         host.losses += 1
         host.last_loss = now
-        host.avoided_until = now + cooldown(host.losses, self.policy)
+        respite = RESPITE if member and self._goes_on() else 0.0
+        host.avoided_until = now + max(cooldown(host.losses, self.policy), respite)
         decisions: list[Decision] = []
         if self.policy.on_loss == HOST:
             decisions += self._clear(worker.host)
@@ -266,6 +257,11 @@ class Membership:
         if member:
             decisions += self._end(f"worker {worker.number} was lost", (worker.number,), now)
         return decisions
+
+    def _goes_on(self) -> bool:
+        """Whether the members that are left train on without waiting for anybody."""
+        waits = self.policy.on_loss_size == HOLD or self.policy.awaits_newcomers
+        return not waits and len(self._members()) >= self.policy.min_size
 
     def _clear(self, host: str) -> list[Decision]:
         """End all other workers of a host."""
@@ -294,7 +290,7 @@ class Membership:
             return []
         if self.finishing:
             return self._send_home()
-        decisions = self._remove_unwanted() + self._end_latecomers(now)
+        decisions = self._remove_unwanted() + self._heed_stragglers(now)
         decisions += self._spawn(now)
         if self.world is not None and not self.over:
             if all(worker.ready_since is not None for worker in self._members()):
@@ -337,16 +333,14 @@ class Membership:
                 wanted.add(number)
         return wanted
 
-    def _end_latecomers(self, now: float) -> list[Decision]:
-        """A worker that does not come to ``init()`` while others wait there; its end is a loss."""
-        if not any(worker.ready_since is not None for worker in self.workers.values()):
-            return []
-        limit = self.policy.start_timeout
-        late = [worker for worker in self._starting() if now >= worker.since + limit]
-        for worker in late:
-            worker.since = math.inf  # once is enough
-        why = f"it has not called init() within {limit:g} s (--start-timeout)"
-        return [Kill(worker.number, why, show=True) for worker in late]
+    def _heed_stragglers(self, now: float) -> list[Decision]:
+        """Those that live and do not come while others wait."""
+        decisions = stragglers.end_for_good(self.workers.values(), now)
+        if any(worker.ready_since is not None for worker in self.workers.values()):
+            decisions += stragglers.end_latecomers(self._starting(), self.policy, now)
+        if self.world is not None:
+            decisions += stragglers.end_stuck(self.world, self._members(), self.policy, now)
+        return decisions
 
     def _remove_unwanted(self) -> list[Decision]:
         """Newcomers without a place go at once, members when a world without them is made."""
@@ -517,6 +511,9 @@ class Membership:
         known = set() if before is None else set(before.members)
         newest = max(self.workers[number].commits for number in order)
         holders = [n for n in order if n in known and self.workers[n].commits == newest]
+        fresh = () if before is None else tuple(n for n in order if n not in known)
+        holds = self.policy.on_loss_size == HOLD
+        lost = [number for number in self._held if number not in self.workers]
         decisions: list[Decision] = []
         chosen = frozenset(order)
         for worker in self._members():
@@ -524,18 +521,21 @@ class Membership:
                 worker.going = True
                 decisions.append(Dismiss(worker.number, "its place in the job is gone"))
         self.world = World(
-            generation=0 if before is None else before.generation + 1,
+            generation=self._generations,
             members=tuple(order),
             hosts=tuple(self.workers[number].host for number in order),
             slots=tuple(self.workers[number].slot for number in order),
-            fresh=() if before is None else tuple(n for n in order if n not in known),
+            fresh=fresh,
             source=order.index(holders[0]) if holders else 0,
-            holds=self.policy.on_loss_size == HOLD,
+            holds=holds,
+            heirs=tuple(zip(lost, fresh, strict=False)) if holds else (),
             removed_only=chosen <= known and not self._broken,
         )
         for number in order:
             worker = self.workers[number]
             worker.ready_since = None
+            worker.named = False
+        self._generations += 1
         self._trained = self._trained or newest >= 0
         self._held, self._member_numbers = self.world.members, chosen
         self.over = self._told = False
@@ -577,8 +577,3 @@ class Membership:
             and not worker.going
             and not self._is_member(worker.number)
         ]
-
-
-def name_ranks(world: World, numbers: Iterable[int]) -> str:
-    """Workers as the ranks that they are in a world."""
-    return describe_ranks(world.rank_of(n) for n in numbers if n in world.members)

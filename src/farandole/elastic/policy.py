@@ -47,6 +47,11 @@ class Policy:
     Horovod; otherwise they train on until newcomers are ready."""
     start_timeout: float = 120.0
     """Seconds from a worker's start until it must have called ``init()``, if others wait there."""
+    stall_warning: float = 60.0
+    """Seconds that those who have left a world wait for a member that has not, until that is told;
+    0: never."""
+    stall_timeout: float = 1800.0
+    """… and until that member is ended, as a loss; 0: never."""
     patience: float = 600.0
     """Seconds that training waits for ``min_size`` ranks, or a replacement, before it gives up."""
 

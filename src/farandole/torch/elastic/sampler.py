@@ -27,7 +27,9 @@ class ElasticSampler(Sampler[int]):
         all ranks get equally many batches too, also at the end of an epoch.
 
     The order is a function of ``seed`` and the epoch alone. A pass that is begun after a whole one,
-    without :meth:`set_epoch` in between, is the next epoch: an order is never repeated unawares.
+    without :meth:`set_epoch` in between, is the next epoch's: an order is never repeated unawares.
+    As with Horovod, ``epoch`` and ``processed_num`` stay as they are until :meth:`record_batch`
+    tells of its first batch.
 
     Example::
 
@@ -57,6 +59,8 @@ class ElasticSampler(Sampler[int]):
         self.total_size = 0
         self._walked = False
         """Whether a pass has come to the end of this epoch."""
+        self._ahead = 0
+        """How many epochs the pass of now is past ``epoch``, while none of its batches is done."""
         self._batches: _ElasticBatches | None = None
         self.reset()
 
@@ -64,23 +68,31 @@ class ElasticSampler(Sampler[int]):
         """Begin an epoch; call it when the one before has ended, not when this one begins."""
         self.epoch = epoch
         self.processed_num = 0
+        self._ahead = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Batch ``batch_idx`` of this pass, of ``batch_size``, is processed on every rank."""
+        if self._ahead:
+            self.epoch += self._ahead
+            self.processed_num = self._ahead = 0
         if self._batches is not None:
             self.processed_num = self._batches.deal.slice(batch_idx).stop
         else:
             self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and how many of its samples are processed by all ranks together."""
-        return {"epoch": self.epoch, "processed_num": self.processed_num}
+        """The epoch, and how many of its samples are processed by all ranks together.
+
+        And whether a later epoch has been begun.
+        """
+        return {"epoch": self.epoch, "processed_num": self.processed_num, "ahead": self._ahead}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
+        self._ahead = state_dict.get("ahead", 0)
         self.reset()
 
     def reset(self) -> None:
@@ -90,11 +102,11 @@ class ElasticSampler(Sampler[int]):
         self._walked = False
         samples = len(self.dataset)
         order = (
-            permutation(samples, seed=self.seed, epoch=self.epoch).tolist()
+            permutation(samples, seed=self.seed, epoch=self.epoch + self._ahead).tolist()
             if self.shuffle
             else list(range(samples))
         )
-        self.remaining_indices = order[self.processed_num :]
+        self.remaining_indices = order[self.first :]
         left = len(self.remaining_indices)
         if self.pad:
             self.num_samples = math.ceil(left / self.num_replicas)
@@ -121,10 +133,16 @@ class ElasticSampler(Sampler[int]):
         self._batches = _ElasticBatches(self, batch_size, drop_last)
         return self._batches
 
+    @property
+    def first(self) -> int:
+        """Where in its epoch the pass of now begins."""
+        return 0 if self._ahead else self.processed_num
+
     def begin(self) -> None:
         """A pass begins: after one that was walked to its end it is the next epoch's."""
         if self._walked:
-            self.set_epoch(self.epoch + 1)
+            self._ahead += 1
+            self.reset()
 
     def end(self) -> None:
         """A pass has come to its end."""
@@ -159,7 +177,7 @@ class _ElasticBatches(Sampler[list[int]]):
             ranks=sampler.num_replicas,
             batch_size=self.batch_size,
             drop_last=self.drop_last,
-            begin=sampler.processed_num,
+            begin=sampler.first,
         )
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -99,8 +99,8 @@ class OptimizerStateHandler(StateHandler[Optimizer]):
 
     def restore(self) -> None:
         """See :class:`StateHandler`."""
-        # The optimizer keeps the tensors that it is given, and steps on in them.
-        self.value.load_state_dict(copied(self.saved))
+        # The optimizer keeps the tensors that it is given: its own, where they still fit.
+        self.value.load_state_dict(copied(self.saved, self.value.state_dict()))
         for group in self.value.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
