@@ -12,12 +12,13 @@ TORCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.9' || echo 'tor
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-all check format bench clean
+.PHONY: help demo test test-all test-cluster check format bench clean
 
 help:
 	@echo 'make demo      train on handwritten digits with $(NP) processes (NP=4 for four)'
 	@echo 'make test      the tests, without the slow ones'
 	@echo 'make test-all  all tests'
+	@echo 'make test-cluster IMAGE=...  the end-to-end tests on the cluster of the kubeconfig'
 	@echo 'make check     lint, formatting, types, layers'
 	@echo 'make format    put the code into the form that check asks for'
 	@echo 'make bench     the benchmarks: start of a job, train step, agreement on names'
@@ -45,6 +46,14 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/pytest
+
+# IMAGE: any with python3, torch and scikit-learn. STORAGE_CLASS: of volumes for many nodes; the
+# cluster's own choice without it. Namespaces are made and deleted, so it takes an administrator.
+test-cluster: $(READY)
+	@test -n '$(IMAGE)' || { echo 'Name an image: make test-cluster IMAGE=...'; exit 1; }
+	$(BIN)/pytest tests/kubernetes/test_training.py tests/kubernetes/test_on_a_cluster.py \
+	  --timeout 600 --cluster-image '$(IMAGE)' \
+	  $(if $(STORAGE_CLASS),--storage-class '$(STORAGE_CLASS)')
 
 check: $(READY)
 	$(BIN)/ruff check .

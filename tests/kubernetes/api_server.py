@@ -7,6 +7,7 @@ Role; logs that follow, and break off when told. Faults are injected by :attr:`A
 
 from __future__ import annotations
 
+import base64
 import copy
 import itertools
 import json
@@ -76,8 +77,12 @@ class ApiServer:
         self.objects: dict[tuple[str, str], Thing] = {}
         self.logs: dict[str, Log] = {}
         self.faults: list[Fault] = []
+        self.token = TOKEN
+        """What shows that somebody is the user."""
         self.role: Thing | None = None
         """What the user may do; ``None``: everything."""
+        self.secretive = False
+        """Whether it tells no rules, as where somebody else knows the rights: each is asked for."""
         self.requests: list[tuple[str, str]] = []
         self.changed = threading.Condition()
         self.history: list[tuple[int, str, str, Thing]] = []
@@ -218,7 +223,7 @@ class ApiServer:
 
     def may(self, verb: str, group: str, resource: str) -> bool:
         """Whether the Role allows it."""
-        if self.role is None or resource == "selfsubjectaccessreviews":
+        if self.role is None:
             return True
         return any(
             group in rule["apiGroups"] and resource in rule["resources"] and verb in rule["verbs"]
@@ -260,6 +265,8 @@ class Status(Exception):
 def _handler(server: ApiServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        # Head and body are written one after the other: the second would wait 40 ms.
+        disable_nagle_algorithm = True
 
         def log_message(self, *_: Any) -> None:
             """Nothing: tests ask :attr:`ApiServer.requests`."""
@@ -286,7 +293,7 @@ def _handler(server: ApiServer) -> type[BaseHTTPRequestHandler]:
             try:
                 if fault is not None and not fault.after:
                     _fail(fault)
-                if self.headers.get("authorization") != f"Bearer {TOKEN}":
+                if self.headers.get("authorization") != f"Bearer {server.token}":
                     raise Status(401, "Unauthorized", "Unauthorized")
                 answer = Request(server, method, path, params, body).answer()
                 if fault is not None:
@@ -364,6 +371,11 @@ class Request:
         rest = self.parts[2:] if core else self.parts[3:]
         if not [part for part in rest if part]:
             return self._resources(api)
+        if rest[0] == "selfsubjectrulesreviews":
+            everything = {"verbs": ["*"], "apiGroups": ["*"], "resources": ["*"]}
+            role = self.server.role
+            rules = [] if self.server.secretive else role["rules"] if role else [everything]
+            return {"status": {"resourceRules": rules, "incomplete": self.server.secretive}}
         if rest[0] == "selfsubjectaccessreviews":
             asked = self.body["spec"]["resourceAttributes"]
             resource = "/".join(filter(None, [asked["resource"], asked.get("subresource")]))
@@ -406,6 +418,8 @@ class Request:
         if thing is None:
             raise Status(404, "NotFound", f'{kind.plural} "{names[0]}" not found')
         if verb == "patch":
+            if kind is kinds.JOB:
+                _check_change(thing, self.body)
             changed = self.server.change(kind, names[0], self.body)
             assert changed is not None
             return changed
@@ -422,10 +436,14 @@ class Request:
         if self.params.get("fieldValidation") == "Strict":
             found = schemas.problems(self.body, self.server.version)
             if found:
-                raise Status(422, "Invalid", f'{kind.name} "{name}" is invalid: {found[0]}')
+                raise Status(
+                    400, "BadRequest",
+                    f'{kind.name} in version "{kind.api.rpartition("/")[2]}" cannot be handled as '
+                    f"a {kind.name}: strict decoding error: {found[0]}",
+                )  # fmt: skip
         if self.params.get("dryRun") == "All":
             return self.body
-        return self.server.put(kind, self.body)
+        return self.server.put(kind, _as_stored(self.body))
 
     def _fits(self, thing: Thing) -> bool:
         wanted = self.params.get("labelSelector", "")
@@ -467,8 +485,12 @@ class Request:
             yield _line({"type": "BOOKMARK", "object": mark})
 
     def _log(self, pod: str) -> Iterator[bytes]:
-        if self.server.get(kinds.POD, pod) is None:
+        thing = self.server.get(kinds.POD, pod)
+        if thing is None:
             raise Status(404, "NotFound", f'pods "{pod}" not found')
+        if thing["status"].get("phase") == "Pending" and thing["spec"].get("nodeName"):
+            said = f'container "trainer" in pod "{pod}" is waiting to start: ContainerCreating'
+            raise Status(400, "BadRequest", said)
         return self._lines(pod)
 
     def _lines(self, pod: str) -> Iterator[bytes]:
@@ -489,6 +511,32 @@ class Request:
             with self.server.changed:
                 if len(log.lines) == sent and not log.ended:
                     self.server.changed.wait(0.5)
+
+
+_CHANGEABLE = {"suspend", "parallelism", "completions", "activeDeadlineSeconds", "backoffLimit",
+               "ttlSecondsAfterFinished"}  # fmt: skip
+
+
+def _check_change(job: Thing, patch: Thing) -> None:
+    """What a server lets be changed of a Job that was created."""
+    name, spec = job["metadata"]["name"], merge(job["spec"], patch.get("spec", {}))
+    changed = {field for field in spec if spec[field] != job["spec"].get(field)}
+    wrong = dict.fromkeys(changed - _CHANGEABLE, "field is immutable")
+    if "completions" in changed and spec["completions"] != spec["parallelism"]:
+        wrong["completions"] = "can only be modified in tandem with spec.parallelism"
+    if wrong:
+        field, why = min(wrong.items())
+        raise Status(422, "Invalid", f'Job.batch "{name}" is invalid: spec.{field}: {why}')
+
+
+def _as_stored(thing: Thing) -> Thing:
+    """The strings of a Secret can be written and not read: what is read is their code."""
+    if "stringData" not in thing:
+        return thing
+    coded = {key: base64.b64encode(text.encode()).decode() for key, text in
+             thing["stringData"].items()}  # fmt: skip
+    kept = {key: value for key, value in thing.items() if key != "stringData"}
+    return {**kept, "data": {**thing.get("data", {}), **coded}}
 
 
 def _line(said: Thing) -> bytes:

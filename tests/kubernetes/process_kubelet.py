@@ -10,6 +10,7 @@ a map instead of a name service. Every node has a loopback address of its own.
 from __future__ import annotations
 
 import base64
+import collections
 import contextlib
 import os
 import queue
@@ -27,6 +28,7 @@ from typing import Any
 
 from api_server import NAMESPACE, ApiServer
 
+from farandole.launch import kernel
 from farandole.launch.kubernetes import kinds, standing
 
 Thing = dict[str, Any]
@@ -43,6 +45,7 @@ class JobController:
         self._server = server
         self._changes: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._failures: dict[tuple[str, int], int] = {}
+        self._ignored: collections.Counter[tuple[str, int]] = collections.Counter()
         self._seen: set[str] = set()
         """Pods whose end was taken into account."""
         self._thread = threading.Thread(target=self._run)
@@ -103,26 +106,37 @@ class JobController:
     def _judge(self, job: Thing, pod: Thing) -> None:
         """What the end of a failed pod means."""
         name, index = job["metadata"]["name"], standing.index_of(pod)
+        which = job["metadata"]["uid"], index
         if job["spec"].get("suspend"):
             return
         code = exit_code(pod)
         disrupted = any(
             c["type"] == "DisruptionTarget" for c in pod["status"].get("conditions", [])
         )
-        for rule in job["spec"]["podFailurePolicy"]["rules"]:
+        rules = job["spec"].get("podFailurePolicy", {}).get("rules", [])
+        for rule in rules:
             fits = disrupted if "onPodConditions" in rule else code in rule["onExitCodes"]["values"]
             if fits and rule["action"] == "Ignore":
+                self._ignored[which] += 1
                 return
             if fits and rule["action"] == "FailJob":
                 self._conclude(
                     name, "Failed", "PodFailurePolicy",
-                    f"Container trainer for pod {pod['metadata']['name']} failed with exit code "
-                    f"{code} matching FailJob rule",
+                    f"Container {pod['spec']['containers'][0]['name']} for pod "
+                    f"{pod['metadata']['name']} failed with exit code {code} matching FailJob rule "
+                    f"at index {rules.index(rule)}",
                 )  # fmt: skip
                 return
-        count = self._failures[name, index] = self._failures.get((name, index), 0) + 1
-        if count > job["spec"]["backoffLimitPerIndex"]:
-            self._conclude(name, "Failed", "MaxFailedIndexesExceeded", "Job has exceeded the limit")
+        count = self._failures[which] = self._failures.get(which, 0) + 1
+        if "backoffLimitPerIndex" in job["spec"]:
+            if count > job["spec"]["backoffLimitPerIndex"]:
+                why = "Job has exceeded the specified maximal number of failed indexes"
+                self._conclude(name, "Failed", "MaxFailedIndexesExceeded", why)
+            return
+        failures = sum(n for (uid, _), n in self._failures.items() if uid == which[0])
+        if failures > job["spec"].get("backoffLimit", 6):
+            why = "Job has reached the specified backoff limit"
+            self._conclude(name, "Failed", "BackoffLimitExceeded", why)
 
     def _conclude(self, name: str, kind: str, reason: str, message: str) -> None:
         condition = {"type": kind, "status": "True", "reason": reason, "message": message}
@@ -136,7 +150,13 @@ class JobController:
 
     def _create(self, job: Thing, index: int) -> None:
         name, template = job["metadata"]["name"], job["spec"]["template"]
+        which = job["metadata"]["uid"], index
         notes = {**template["metadata"]["annotations"], standing.INDEX: str(index)}
+        if "backoffLimitPerIndex" in job["spec"]:
+            notes["batch.kubernetes.io/job-index-failure-count"] = str(self._failures.get(which, 0))
+            if which in self._ignored:
+                counted = str(self._ignored[which])
+                notes["batch.kubernetes.io/job-index-ignored-failure-count"] = counted
         self._server.put(kinds.POD, {
             "metadata": {
                 "name": f"{name}-{index}-{secrets.token_hex(3)[:5]}",
@@ -147,7 +167,7 @@ class JobController:
                     "uid": job["metadata"]["uid"], "controller": True,
                 }],
             },
-            "spec": template["spec"],
+            "spec": {**template["spec"], "hostname": f"{name}-{index}"},
             "status": {"phase": "Pending"},
         })  # fmt: skip
 
@@ -182,12 +202,12 @@ class ProcessKubelet:
         self._folder = folder
         self._network = f"127.{random.randrange(2, 250)}.{random.randrange(1, 250)}"
         """Of its own, so that nothing else listens there at the ports of a job."""
+        self._tools = self._make_ssh()
+        """Where pods find an ssh that knows their names."""
         self._lock = threading.Lock()
         self._running: dict[str, Container] = {}
         self._threads: list[threading.Thread] = []
         self._closing = False
-        self.hosts = True
-        """Whether pods know each other's names."""
         server.on_change.append(self._on_change)
 
     def close(self) -> None:
@@ -198,6 +218,17 @@ class ProcessKubelet:
             _signal(container, signal.SIGKILL)
         for thread in self._threads:
             thread.join()
+
+    def _make_ssh(self) -> Path:
+        """Names of pods are known by no name service, so ssh is told of them."""
+        tools = self._folder / "tools"
+        tools.mkdir()
+        hosts = (f"Host *-worker-{n}.*\n  HostName {self._network}.{n + 1}\n" for n in range(8))
+        (tools / "ssh_config").write_text("".join(hosts))
+        ssh = tools / "ssh"
+        ssh.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F "{tools}/ssh_config" "$@"\n')
+        ssh.chmod(0o755)
+        return tools
 
     # ---- what happens to nodes and pods
 
@@ -272,32 +303,47 @@ class ProcessKubelet:
             return
         command = [_substitute(word, places) for word in [*spec["command"], *spec["args"]]]
         command[0] = sys.executable if command[0] == "python3" else command[0]
-        with self._lock:
-            if self._closing:
-                return
-            process = subprocess.Popen(
-                command, env=environment, cwd=self._folder, stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-            grace = pod["spec"]["terminationGracePeriodSeconds"]
-            self._running[name] = Container(process, grace)
         began = now()
-        self._tell(pod, "Running", {"running": {"startedAt": began}}, began)
-        assert process.stdout is not None
-        for line in process.stdout:
-            self._server.print(name, line.decode("utf-8", "replace").rstrip("\n"))
-        code = process.wait()
-        process.stdout.close()
+        code = self._contain(pod, command, environment, began)
+        while code and pod["spec"]["restartPolicy"] == "OnFailure" and self._is_wanted(name):
+            code = self._contain(pod, command, environment, began)
+        if code is None:
+            return
         self._server.print(name, "", ended=True)
-        for timer in self._running.pop(name).timers:
-            timer.cancel()
-        code = 128 - code if code < 0 else code
         state = {"exitCode": code, "reason": "Error" if code else "Completed",
                  "startedAt": began, "finishedAt": now()}  # fmt: skip
         self._tell(pod, "Failed" if code else "Succeeded", {"terminated": state}, began)
         told = self._server.get(kinds.POD, name)
         if told is not None and "deletionTimestamp" in told["metadata"]:
             self._server.remove(kinds.POD, name)
+
+    def _is_wanted(self, name: str) -> bool:
+        pod = self._server.get(kinds.POD, name)
+        return pod is not None and "deletionTimestamp" not in pod["metadata"]
+
+    def _contain(
+        self, pod: Thing, command: list[str], environment: dict[str, str], began: str
+    ) -> int | None:
+        """Run a container to its end: its exit code; ``None`` when all is being closed."""
+        name = pod["metadata"]["name"]
+        with self._lock:
+            if self._closing:
+                return None
+            process = subprocess.Popen(
+                command, env=environment, cwd=self._folder, stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+            grace = pod["spec"]["terminationGracePeriodSeconds"]
+            self._running[name] = Container(process, grace)
+        self._tell(pod, "Running", {"running": {"startedAt": began}}, began)
+        assert process.stdout is not None
+        for line in process.stdout:
+            self._server.print(name, line.decode("utf-8", "replace").rstrip("\n"))
+        code = process.wait()
+        process.stdout.close()
+        for timer in self._running.pop(name).timers:
+            timer.cancel()
+        return 128 - code if code < 0 else code
 
     def _tell(self, pod: Thing, phase: str, state: Thing, began: str) -> None:
         container = {"name": pod["spec"]["containers"][0]["name"], "restartCount": 0,
@@ -313,6 +359,8 @@ class ProcessKubelet:
         self._server.change(kinds.POD, pod["metadata"]["name"], {"status": status})
 
     def _address(self, pod: Thing) -> str:
+        if pod["metadata"]["labels"].get("training.kubeflow.org/job-role") == "launcher":
+            return f"{self._network}.200"
         return f"{self._network}.{standing.index_of(pod) + 1}"
 
     def _mount(self, pod: Thing) -> dict[str, str]:
@@ -333,20 +381,26 @@ class ProcessKubelet:
                 stored = self._stored(kinds.CONFIG_MAP, volume["configMap"]["name"])
                 for name, text in stored.get("binaryData", {}).items():
                     (folder / name).write_bytes(base64.b64decode(text))
+                for name, text in stored.get("data", {}).items():
+                    (folder / name).write_text(text)
+            if "secret" in volume:
+                secret = _strings(self._stored(kinds.SECRET, volume["secret"]["secretName"]))
+                for item in volume["secret"]["items"]:
+                    (folder / item["path"]).write_text(secret[item["key"]])
             places[mount["mountPath"]] = str(folder)
         return places
 
     def _environment(self, pod: Thing) -> dict[str, str]:
         spec = pod["spec"]["containers"][0]
-        found = {"PATH": os.defpath, "HOME": str(self._folder)}
+        found = {"PATH": f"{self._tools}:{os.defpath}", "HOME": str(self._folder)}
         for source in spec.get("envFrom", []):
             found |= _strings(self._stored(kinds.SECRET, source["secretRef"]["name"]))
         for each in spec["env"]:
             found[each["name"]] = self._value(pod, each)
-        if self.hosts:
-            job = pod["metadata"]["ownerReferences"][0]["name"]
+        if pod["spec"].get("dnsPolicy") != "None":
+            host, domain = pod["spec"]["hostname"].rpartition("-")[0], pod["spec"]["subdomain"]
             found["FARANDOLE_ADDRESSES"] = ",".join(
-                f"{job}-{index}.{job}={self._network}.{index + 1}" for index in range(8)
+                f"{host}-{index}.{domain}={self._network}.{index + 1}" for index in range(8)
             )
         return found
 
@@ -360,8 +414,8 @@ class ProcessKubelet:
         path = source["fieldRef"]["fieldPath"]
         annotation = re.fullmatch(r"metadata\.annotations\['(.+)'\]", path)
         if annotation:
-            return str(pod["metadata"]["annotations"][annotation[1]])
-        return {
+            return str(pod["metadata"]["annotations"].get(annotation[1], ""))
+        return {  # type: ignore[no-any-return]
             "status.podIP": self._address(pod),
             "metadata.name": pod["metadata"]["name"],
             "metadata.namespace": NAMESPACE,
@@ -387,5 +441,9 @@ def _substitute(word: str, places: dict[str, str]) -> str:
 
 
 def _signal(container: Container, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(container.process.pid, number)
+    first = container.process.pid
+    # SIGKILL is the end of all that a container runs.
+    others = kernel.descendants(first) if number == signal.SIGKILL else ()
+    for pid in (first, *others):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
+import ssl
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +17,12 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from api_server import ApiServer
+from api_server import ApiServer, Fault
 from click.testing import CliRunner
 
 from farandole.cli.commands import cli
 from farandole.launch import spec, template
-from farandole.launch.kubernetes import kinds, standing
+from farandole.launch.kubernetes import following, kinds, naming, rights, standing
 
 pytest.importorskip("kr8s")
 
@@ -86,6 +89,16 @@ def test_list_and_status(server: ApiServer) -> None:
     assert f"{name}: running, 1 of 2 nodes run" in call("status", name)
 
 
+def test_who_may_see_the_jobs_of_one_backend_alone_finds_them(server: ApiServer) -> None:
+    labels = naming.labels("train-1234", "jobset")
+    server.role = rights.role("jobset")
+    assert "jobs is forbidden" in call("list", code=1)
+    server.put(kinds.JOBSET, {"metadata": {"name": "train-1234", "labels": labels}, "spec": {}})
+    (row,) = as_json("list")
+    assert row["name"] == "train-1234"
+    assert "train-1234" in call("status", "train")
+
+
 def test_a_name_that_does_not_fit_one_job_is_refused_with_those_that_there_are(
     server: ApiServer,
 ) -> None:
@@ -105,6 +118,34 @@ def test_logs_of_all_ranks_and_of_one(server: ApiServer) -> None:
     assert call("logs", name).splitlines() == ["[0] a", "[1] b", "[0-1] both"]
     assert call("logs", "--rank", "1", name).splitlines() == ["[1] b", "[0-1] both"]
     assert call("logs", "--since", "2999-01-01T00:00:00Z", name) == ""
+    this_second = server.logs[where].lines[0][0][:19] + "Z"
+    assert call("logs", "--since", this_second, name).startswith("[0] a")
+    assert call("logs", "--since", "10m", name).startswith("[0] a")
+    assert "how long ago is needed" in call("logs", "--since", "yesterday", name, code=2)
+
+
+def test_logs_are_shown_although_one_pod_has_none(server: ApiServer) -> None:
+    name = submit("--nodes", "2")
+    server.print(pod(server, name, 0), "[0] a")
+    pod(server, name, 1, phase="Pending")
+    assert call("logs", name) == "[0] a\n"
+
+
+def test_a_node_that_does_not_answer_is_named_and_the_other_logs_are_shown(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "PAUSE", 0.01)
+    name = submit("--nodes", "2")
+    lost = pod(server, name, 0, phase="Failed")
+    server.print(pod(server, name, 1, phase="Succeeded"), "[1] b")
+    server.print(f"{name}-1-abcde", "", ended=True)
+    server.faults.append(Fault(lambda _, path: f"/{lost}/log" in path, 500, "no route to host"))
+    said = call("logs", name)
+    assert "[1] b" in said
+    assert f"The log of {lost} on gpu-0 cannot be read to its end: no route to host" in said
+    done = {"status": {"conditions": [{"type": "Complete", "status": "True"}]}}
+    server.change(kinds.JOB, name, done)
+    assert "[1] b" in call("logs", "-f", name)
 
 
 def test_events_and_explain(server: ApiServer) -> None:
@@ -125,6 +166,34 @@ def test_events_and_explain(server: ApiServer) -> None:
     assert cause["cause"] == "No node has nvidia.com/gpu free"
     assert cause["where"] == where
     assert call("explain", name).startswith("No node has nvidia.com/gpu free")
+
+
+def test_a_job_that_succeeded_in_the_end_has_nothing_to_explain(server: ApiServer) -> None:
+    name = submit()
+    killed = {"terminated": {"exitCode": 137, "reason": "Error"}}
+    pod(server, name, 0, phase="Failed", containerStatuses=[{"name": "trainer", "state": killed}])
+    assert "was killed (SIGKILL)" in call("explain", name)
+    conditions = [{"type": "Complete", "status": "True"}]
+    server.change(kinds.JOB, name, {"status": {"conditions": conditions}})
+    assert call("explain", name) == f"{name} is succeeded; nothing looks wrong.\n"
+
+
+def test_events_stand_in_the_order_of_their_times_however_exactly_these_are_told(
+    server: ApiServer,
+) -> None:
+    name = submit()
+    job = server.get(kinds.JOB, name)
+    assert job is not None
+    about = {"kind": "Job", "name": name, "uid": job["metadata"]["uid"]}
+    for reason, time in (
+        ("Third", {"eventTime": "2026-12-01T15:35:18.000001Z", "lastTimestamp": None}),
+        ("First", {"eventTime": "2026-12-01T15:35:16.999999Z", "lastTimestamp": None}),
+        ("Second", {"eventTime": None, "lastTimestamp": "2026-12-01T15:35:17Z"}),
+    ):
+        event = {"metadata": {"name": reason.lower()}, "involvedObject": about, "reason": reason}
+        server.put(kinds.EVENT, {**event, **time})
+    assert [each["reason"] for each in as_json("events", name)] == ["First", "Second", "Third"]
+    assert [each["time"][17:] for each in as_json("events", name)] == ["16Z", "17Z", "18Z"]
 
 
 def test_stop_resume_scale_and_delete(server: ApiServer) -> None:
@@ -203,3 +272,55 @@ def test_help_needs_neither_pydantic_nor_a_client_of_kubernetes() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_dry_run_takes_the_job_file_after_it_for_what_it_is(
+    tmp_path: Path, server: ApiServer
+) -> None:
+    Path("job.yaml").write_text("command: train.py\nimage: example/torch:1\nnodes: 2\n")
+    assert "kind: Job" in call("submit", "--dry-run", "job.yaml")
+    assert "accepts the job" in call("submit", "--dry-run=server", "job.yaml")
+    printed = call("submit", "--image", "x:1", "--dry-run", "train.py", "--dry-run", "--nodes", "3")
+    assert "train.py --dry-run --nodes 3" in printed
+    assert not server.objects
+
+
+def test_a_job_without_nodes_is_refused(server: ApiServer) -> None:
+    said = call("submit", "--image", "x:1", "--nodes", "0", "train.py", code=2)
+    assert "at least one node is needed" in said
+    assert not server.objects
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [("a: [", "no cluster to talk to"), (None, "exit")],
+)
+def test_a_kubeconfig_that_does_not_work_is_one_error(
+    server: ApiServer, tmp_path: Path, config: str | None, said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if config is None:
+        found = yaml.safe_load((tmp_path / "kubeconfig").read_text())
+        version = "client.authentication.k8s.io/v1"
+        found["users"][0]["user"] = {"exec": {"apiVersion": version, "command": "false"}}
+        config = yaml.safe_dump(found)
+    (tmp_path / "broken").write_text(config)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "broken"))
+    shown = call("list", code=1)
+    assert shown.startswith("Error: There is no cluster to talk to")
+    assert said in shown
+
+
+def test_no_copy_of_the_kubeconfigs_keys_is_left(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = ssl.DER_cert_to_PEM_cert(ssl.create_default_context().get_ca_certs(True)[0])
+    found = yaml.safe_load((tmp_path / "kubeconfig").read_text())
+    data = base64.b64encode(authority.encode()).decode()
+    found["clusters"][0]["cluster"]["certificate-authority-data"] = data
+    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(found))
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    call("list")
+    assert list(scratch.iterdir()) == []

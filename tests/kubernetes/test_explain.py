@@ -46,17 +46,20 @@ def ended(
     number: int = 0,
     *,
     reason: str = "Error",
+    message: str = "",
     at: str = "2026-12-01T10:00:00Z",
     **more: Any,
 ) -> dict[str, Any]:
-    state = {"terminated": {"exitCode": code, "reason": reason, "finishedAt": at}}
+    end = {"exitCode": code, "reason": reason, "message": message, "finishedAt": at}
+    state = {"terminated": end}
     return pod(
         number, phase="Failed", containerStatuses=[{"name": "trainer", "state": state}], **more
     )
 
 
 def event(reason: str, message: str) -> dict[str, Any]:
-    return {"reason": reason, "message": message, "type": "Warning"}
+    about = {"kind": "Pod", "name": "t-7f3a-0-abcde"}
+    return {"reason": reason, "message": message, "type": "Warning", "involvedObject": about}
 
 
 def disrupted(reason: str) -> dict[str, Any]:
@@ -119,6 +122,16 @@ CASES: dict[str, tuple[Evidence, str]] = {
         Evidence(JOB, [waiting("CreateContainerConfigError", "couldn't find key token in Secret team/hub")]),
         "The Secret team/hub has no key token",
     ),
+    "no mount": (
+        Evidence(JOB, [pod(phase="Pending")], [event("FailedMount", "MountVolume.SetUp failed for volume x: timed out")]),
+        "A volume cannot be mounted: MountVolume.SetUp failed for volume x: timed out",
+    ),
+    "no sandbox": (
+        Evidence(JOB, [pod(phase="Pending")], [event("FailedCreatePodSandBox",
+            'Failed to create pod sandbox: rpc error: code = Unknown desc = failed to start sandbox "db9b": failed to '
+            "create containerd task: OCI runtime create failed: can't get final child's PID from pipe: EOF")]),
+        "The node cannot start any container of the pod: failed to create containerd task: OCI runtime create failed",
+    ),
     "out of memory": (
         Evidence(JOB, [ended(137, reason="OOMKilled"), ended(75, 1)]),
         "A pod used more than its memory of 8Gi",
@@ -126,6 +139,30 @@ CASES: dict[str, tuple[Evidence, str]] = {
     "shared memory full": (
         Evidence(JOB, [pod(phase="Failed", reason="Evicted", message='Usage of EmptyDir volume "shm" exceeds the limit "1Gi".')]),
         "/dev/shm was full",
+    ),
+    "shared memory full for a data loader": (
+        Evidence(JOB, [ended(1)], logs={"t-7f3a-0-abcde": "RuntimeError: unable to allocate shared memory(shm) for file </torch_1_2>\n"
+            "farandole: rank 0 ended with exit code 1"}),
+        "/dev/shm was full",
+    ),
+    "shared memory full for NCCL": (
+        Evidence(JOB, [ended(1)], logs={"t-7f3a-0-abcde": "NCCL WARN Error while creating shared memory segment "
+            "/dev/shm/nccl-x (size 9637888), error: No space left on device (28)\nfarandole: rank 0 ended with exit code 1"}),
+        "/dev/shm was full",
+    ),
+    "shared memory of a GPU": (
+        Evidence(JOB, [ended(1)], logs={"t-7f3a-0-abcde": "OutOfResources: out of resource: shared memory, Required: 147456"}),
+        "A pod ended with exit code 1: OutOfResources",
+    ),
+    "shared memory full for a mapping": (Evidence(JOB, [ended(135)]), "/dev/shm was full"),
+    "no space": (
+        Evidence(JOB, [ended(1)], logs={"t-7f3a-0-abcde": "OSError: [Errno 28] No space left on device"}),
+        "/dev/shm or a disk was full: OSError: [Errno 28] No space left on device",
+    ),
+    "no Python": (
+        Evidence(JOB, [ended(128, reason="StartError", message="failed to create containerd task: OCI runtime create "
+            'failed: unable to start container process: exec: "python3": executable file not found in $PATH')]),
+        "The image has no python3 on its PATH",
     ),
     "preempted": (Evidence(JOB, [disrupted("PreemptionByScheduler")]), "Pods of higher priority took the node"),
     "drained": (Evidence(JOB, [disrupted("EvictionByEvictionAPI")]), "The node was drained"),
@@ -183,6 +220,12 @@ def test_a_job_that_runs_has_nothing_to_explain() -> None:
         phase="Running", containerStatuses=[{"name": "trainer", "state": {"running": {}}}]
     )
     assert causes(Evidence(JOB, [running], [event("Pulled", "Successfully pulled image")])) == []
+
+
+@pytest.mark.parametrize("reason", ["FailedMount", "FailedCreatePodSandBox"])
+def test_what_went_wrong_before_a_pod_started_is_over(reason: str) -> None:
+    running = pod(phase="Running")
+    assert causes(Evidence(JOB, [running], [event(reason, "timed out")])) == []
 
 
 def test_alike_pods_are_told_once() -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from api_server import NAMESPACE, ApiServer, Fault
+import yaml
+from api_server import NAMESPACE, TOKEN, ApiServer, Fault
 
 from farandole.core.errors import SetupError, UsageError
 from farandole.launch.kubernetes import client, kinds, preflight, rights, submitting
+from farandole.launch.kubernetes.cluster import Refused
 from farandole.launch.kubernetes.submission import Submission
 from farandole.launch.spec import JobSpec
 
@@ -31,7 +34,8 @@ MADE = {
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
     started = ApiServer()
     monkeypatch.setenv("KUBECONFIG", str(started.kubeconfig(tmp_path)))
-    monkeypatch.setattr(client, "PATIENCE", 3.0)
+    monkeypatch.setattr(client, "PATIENCE", 1.0)
+    monkeypatch.setattr(client, "FIRST_PAUSE", 0.05)
     yield started
     started.close()
 
@@ -96,6 +100,23 @@ def test_a_dry_run_asks_the_server_and_creates_nothing(server: ApiServer) -> Non
         )
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"completions": 3},
+        {"template": {"spec": {"terminationGracePeriodSeconds": 3}}},
+        {"backoffLimitPerIndex": 9},
+    ],
+)
+def test_a_change_that_a_server_does_not_allow_is_refused_by_ours_too(
+    server: ApiServer, change: dict[str, Any]
+) -> None:
+    job = submission(nodes="1:2")
+    on_cluster(lambda cluster: submitting.submit(cluster, job))
+    with pytest.raises(Refused, match=next(iter(change))):
+        on_cluster(lambda cluster: cluster.patch(kinds.JOB, job.name, {"spec": change}))
+
+
 VERBS = [("POST", plural) for plural in sorted(MADE["job"])] + [("PATCH", "jobs")]
 
 
@@ -143,12 +164,42 @@ def test_with_exactly_the_role_that_is_printed_a_job_is_submitted(server: ApiSer
 
     on_cluster(run)
     assert left(server) == set()
+    # What the Role does not grant was not even asked for.
+    assert not [path for _, path in server.requests if path.endswith("/resourcequotas")]
 
 
+def test_what_may_be_done_is_asked_once_where_the_server_tells_it(server: ApiServer) -> None:
+    on_cluster(lambda cluster: preflight.check(cluster, submission()))
+    asked = [path.rpartition("/")[2] for _, path in server.requests]
+    assert asked.count("selfsubjectrulesreviews") == 1
+    assert "selfsubjectaccessreviews" not in asked
+
+
+@pytest.mark.parametrize(
+    ("rule", "granted"),
+    [
+        ({}, True),
+        ({"verbs": ["*"], "apiGroups": ["*"], "resources": ["*"]}, True),
+        ({"resources": ["*/log"]}, True),
+        ({"verbs": ["list"]}, False),
+        ({"apiGroups": ["batch"]}, False),
+        ({"resources": ["pods"]}, False),
+        ({"resourceNames": ["one"]}, False),
+    ],
+)
+def test_rules_are_read_as_the_server_does(rule: dict[str, Any], granted: bool) -> None:
+    fits = {"verbs": ["get", "list"], "apiGroups": [""], "resources": ["pods/log"]}
+    right = rights.Right(kinds.POD, ("get",), "log")
+    other = {"verbs": ["get"], "apiGroups": [""], "resources": ["secrets"]}
+    assert rights.granted([other, {**fits, **rule}], "get", right) is granted
+
+
+@pytest.mark.parametrize("secretive", [False, True])
 @pytest.mark.parametrize("rule", range(len(rights.role("job")["rules"])))
 def test_each_right_that_is_missing_is_named_before_anything_is_created(
-    server: ApiServer, rule: int
+    server: ApiServer, rule: int, secretive: bool
 ) -> None:
+    server.secretive = secretive
     role = rights.role("job")
     missing = role["rules"].pop(rule)
     server.role = role
@@ -208,8 +259,55 @@ def test_a_stranger_is_told_to_log_in(
     folder = tmp_path / "other"
     folder.mkdir()
     monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(folder, token="wrong")))
-    with pytest.raises(SetupError, match=r"Unauthorized|Log in"):
+    stranger = r"^The cluster does not know you \(Unauthorized\)\. Log in again"
+    with pytest.raises(SetupError, match=stranger):
         on_cluster(lambda cluster: submitting.submit(cluster, submission()))
+    with pytest.raises(SetupError, match=stranger):
+        on_cluster(lambda cluster: cluster.find(kinds.JOB))
+
+
+def test_who_may_not_is_not_logged_in_again_and_again(server: ApiServer) -> None:
+    server.faults.append(Fault(lambda method, path: path.endswith("/services"), 403))
+    with pytest.raises(SetupError, match="--print-rbac"):
+        on_cluster(lambda cluster: submitting.submit(cluster, submission()))
+    asked = [path.rpartition("/")[2] for method, path in server.requests if method == "POST"]
+    assert asked.count("services") == 1
+
+
+def test_a_token_that_has_expired_is_asked_for_anew(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "plugin"
+    folder.mkdir()
+    token = folder / "token"
+    token.write_text(TOKEN)
+    plugin = folder / "log-in"
+    plugin.write_text(
+        f"#!{sys.executable}\n"
+        "import json\n"
+        "kind = {'apiVersion': 'client.authentication.k8s.io/v1', 'kind': 'ExecCredential'}\n"
+        f"print(json.dumps(kind | {{'status': {{'token': open({str(token)!r}).read()}}}}))\n"
+    )
+    plugin.chmod(0o755)
+    config = server.kubeconfig(folder)
+    said = yaml.safe_load(config.read_text())
+    said["users"][0]["user"] = {
+        "exec": {
+            "apiVersion": "client.authentication.k8s.io/v1",
+            "command": str(plugin),
+            "interactiveMode": "Never",
+        }
+    }
+    config.write_text(yaml.safe_dump(said))
+    monkeypatch.setenv("KUBECONFIG", str(config))
+
+    async def run() -> None:
+        cluster = await client.connect()
+        server.token = "a-new-one"
+        token.write_text(server.token)
+        await asyncio.gather(*(cluster.find(kind) for kind in (kinds.JOB, kinds.POD)))
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_no_configuration_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

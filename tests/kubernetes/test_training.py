@@ -1,29 +1,20 @@
-"""Jobs that are submitted by the command line and really train, in processes instead of pods."""
+"""Jobs that are submitted by the command line and really train: in processes or on a cluster."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from api_server import ApiServer, Fault
-from process_kubelet import JobController, ProcessKubelet, over
+from benches import Bench
 
 from farandole.launch.kubernetes import kinds, standing
 
 pytest.importorskip("kr8s")
-
-LIMIT = 90.0
-"""Seconds for anything that happens at all."""
 
 SCRIPT = """
 import os, sys, time
@@ -57,99 +48,6 @@ print(f"rank {hvd.rank()} is done", flush=True)
 """
 
 
-class Bench:
-    """A cluster of processes, and the command line that talks to it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.server = ApiServer()
-        self.project = folder / "project"
-        self.project.mkdir()
-        pods = folder / "pods"
-        pods.mkdir()
-        self.kubelet = ProcessKubelet(self.server, pods)
-        self.controller = JobController(self.server)
-        self.environment = {
-            **os.environ,
-            "KUBECONFIG": str(self.server.kubeconfig(folder)),
-            "COLUMNS": "200",
-        }
-        self.commands: list[subprocess.Popen[str]] = []
-
-    def close(self) -> None:
-        for each in self.commands:
-            each.kill()
-            each.communicate()
-        self.controller.close()
-        self.kubelet.close()
-        self.server.close()
-
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        """Start ``farandole`` in the project's folder."""
-        started = subprocess.Popen(
-            [sys.executable, "-m", "farandole.cli.main", *words], cwd=self.project,
-            env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self.commands.append(started)
-        return started
-
-    def call(self, *words: str, code: int = 0) -> str:
-        """What ``farandole`` prints, both streams."""
-        started = self.start(*words)
-        out, err = started.communicate(timeout=LIMIT)
-        assert started.returncode == code, (words, started.returncode, out, err)
-        return out + err
-
-    def submit(self, script: str, *options: str, detach: bool = True, **fields: Any) -> str:
-        """Submit a job, and return its name."""
-        lines = {"image": "example/torch:1", "start_timeout": 60, "grace": 20, **fields}
-        (self.project / "train.py").write_text(script)
-        job = "".join(f"{name}: {value}\n" for name, value in lines.items())
-        (self.project / "farandole.yaml").write_text(
-            f"{job}env: {{OMP_NUM_THREADS: '1', OPENBLAS_NUM_THREADS: '1'}}\n"
-        )
-        said = self.call("submit", *(["--detach"] if detach else []), *options, "farandole.yaml")
-        found = re.search(r"submitted (\S+) to", said)
-        assert found, said
-        return found[1]
-
-    def wait(self, name: str, state: str) -> str:
-        """Until the Job is ``Complete`` or ``Failed``; returns all that its pods have printed."""
-        self.until(lambda: self.conditions(name), f"an end of {name}")
-        output = self.output()
-        assert self.conditions(name) == {state}, output
-        return output
-
-    def conditions(self, name: str) -> set[str]:
-        job = self.server.get(kinds.JOB, name) or {}
-        return {each["type"] for each in job.get("status", {}).get("conditions", [])}
-
-    def output(self) -> str:
-        return "\n".join(
-            f"{pod}: {text}" for pod, log in list(self.server.logs.items()) for _, text in log.lines
-        )
-
-    def until(self, true: Callable[[], Any], what: str) -> None:
-        end = time.monotonic() + LIMIT
-        while not true():
-            assert time.monotonic() < end, f"no {what}; output:\n{self.output()}"
-            with self.server.changed:
-                self.server.changed.wait(0.2)
-
-    def printed(self, text: str) -> None:
-        """Wait for a line of any pod."""
-        self.until(lambda: text in self.output(), f"line with {text!r}")
-
-    def all_over(self) -> None:
-        self.until(lambda: all(map(over, self.server.all(kinds.POD))), "end of all pods")
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
-    yield made
-    made.close()
-
-
 def test_two_pods_of_two_ranks_work_together_and_their_output_is_shown(bench: Bench) -> None:
     name = bench.submit(SCRIPT, detach=False, command="train.py", nodes=2, ranks_per_node=2)
     bench.wait(name, "Complete")
@@ -170,10 +68,7 @@ def test_the_digits_are_learned_by_two_pods_of_two_ranks(bench: Bench) -> None:
 
 def checkpointed(bench: Bench, steps: int, pause: float = 0.2, **fields: Any) -> str:
     """Submit two pods of one rank that save every step."""
-    bench.kubelet.claim("ckpt").mkdir(parents=True)
-    bench.server.put(
-        kinds.CLAIM, {"metadata": {"name": "ckpt"}, "spec": {"accessModes": ["ReadWriteMany"]}}
-    )
+    bench.claim("ckpt")
     return bench.submit(
         CHECKPOINTED, command=f"train.py /checkpoints {steps} {pause}", nodes=2,
         checkpoints="claim:ckpt", **fields,
@@ -195,7 +90,7 @@ def all_of(bench: Bench) -> str:
 def test_a_job_ends_well_although_a_pod_is_killed(bench: Bench, index: int) -> None:
     name = checkpointed(bench, steps=20)
     bench.printed("step 4")
-    bench.kubelet.kill(index)
+    bench.kill(index)
     output = bench.wait(name, "Complete")
     assert "rank 0 is done" in output
     first, second = begins(bench)
@@ -208,7 +103,7 @@ def test_a_job_ends_well_although_a_pod_is_killed(bench: Bench, index: int) -> N
 def test_a_pod_that_is_drained_costs_no_retry_and_the_ranks_can_save(bench: Bench) -> None:
     name = checkpointed(bench, steps=20, retries=0)
     bench.printed("step 4")
-    bench.kubelet.evict(1)
+    bench.evict(1)
     output = bench.wait(name, "Complete")
     assert "node 1 was told to end" in output
     assert begins(bench)[1] >= 4
@@ -219,7 +114,7 @@ def test_a_stopped_job_goes_on_from_its_checkpoint(bench: Bench) -> None:
     name = checkpointed(bench, steps=20)
     bench.printed("step 4")
     assert "stopped" in bench.call("stop", name)
-    bench.until(lambda: not bench.server.all(kinds.POD), "end of the pods")
+    bench.until(lambda: not bench.all(kinds.POD), "end of the pods")
     assert f"{name}: stopped" in bench.call("status", name)
     bench.call("resume", name)
     bench.wait(name, "Complete")
@@ -228,16 +123,12 @@ def test_a_stopped_job_goes_on_from_its_checkpoint(bench: Bench) -> None:
 
 @pytest.mark.slow
 def test_no_line_is_lost_or_doubled_when_watching_ends_and_begins_again(bench: Bench) -> None:
-    bench.server.faults.append(
-        Fault(lambda method, _: method == "LOG" and next(turn) == 0, times=12)
-    )
-    turn = itertools.cycle(range(4))  # a connection breaks off at every fourth line
-    checkpointed(bench, steps=30, pause=0.1)
-    name = bench.server.all(kinds.JOB)[0]["metadata"]["name"]
+    bench.break_logs()
+    name = checkpointed(bench, steps=30, pause=0.1)
     first = bench.start("logs", "-f", name)
     bench.printed("step 8")
     first.send_signal(signal.SIGINT)
-    first.communicate(timeout=LIMIT)
+    first.communicate(timeout=bench.limit)
     assert first.returncode == 130
     said = bench.call("logs", "-f", name)
     steps = [int(step) for step in re.findall(r"^\[0\] step (\d+)$", said, re.M)]
@@ -250,18 +141,45 @@ def test_who_submits_may_leave_and_the_job_goes_on(bench: Bench) -> None:
         SCRIPT.replace("hvd.init()", "hvd.init()\ntime.sleep(3)")
     )
     submitting = bench.start(
-        "submit", "--image", "example/torch:1", "--nodes", "2", "--env", "OMP_NUM_THREADS=1",
+        "submit", "--image", bench.image, "--nodes", "2", "--env", "OMP_NUM_THREADS=1",
         "train.py",
     )  # fmt: skip
     assert submitting.stderr is not None
     assert submitting.stderr.readline().startswith("submitted train-")
     submitting.send_signal(signal.SIGINT)
-    _, err = submitting.communicate(timeout=LIMIT)
+    _, err = submitting.communicate(timeout=bench.limit)
     assert submitting.returncode == 130
     assert "The job goes on" in err
-    name = bench.server.all(kinds.JOB)[0]["metadata"]["name"]
+    name = bench.all(kinds.JOB)[0]["metadata"]["name"]
     bench.wait(name, "Complete")
     assert "[0] rank 0 of 2: 3" in bench.call("logs", name)
+
+
+COUNTING = """
+import time
+for step in range(1, 41):
+    print("step", step, flush=True)
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.slow
+def test_the_rest_is_shown_when_who_submits_has_been_killed(bench: Bench) -> None:
+    bench.break_logs()
+    (bench.project / "train.py").write_text(COUNTING)
+    submitting = bench.start("submit", "--image", bench.image, "train.py")
+    bench.printed("step 12")
+    submitting.kill()
+    said, _ = submitting.communicate(timeout=bench.limit)
+    seen = counted(said)
+    assert seen == list(range(1, len(seen) + 1))
+    name = bench.all(kinds.JOB)[0]["metadata"]["name"]
+    assert counted(bench.call("logs", "-f", name)) == list(range(1, 41))
+
+
+def counted(said: str) -> list[int]:
+    """The numbers that :data:`COUNTING` has shown, as far as their lines are whole."""
+    return [int(step) for step in re.findall(r"^step (\d+)\n", said, re.M)]
 
 
 def explained(bench: Bench, name: str) -> dict[str, str]:
@@ -274,12 +192,12 @@ def test_a_program_that_cannot_be_imported_is_not_tried_again(bench: Bench) -> N
     name = bench.submit("import no_such_module\n", command="train.py")
     bench.wait(name, "Failed")
     assert "The program cannot run: ModuleNotFoundError" in explained(bench, name)["cause"]
-    assert len(bench.server.all(kinds.POD)) == 1
+    assert len(bench.all(kinds.POD)) == 1
 
 
 @pytest.mark.slow
 def test_a_script_that_is_not_there_is_not_tried_again(bench: Bench) -> None:
-    name = bench.submit("", command="python other.py", code="image", workdir=str(bench.project))
+    name = bench.submit("", command="python other.py", code="image", workdir="/tmp")
     bench.wait(name, "Failed")
     assert "There is no file other.py" in explained(bench, name)["cause"]
 
@@ -296,8 +214,11 @@ def test_the_rank_that_raised_is_the_cause(bench: Bench) -> None:
 
 @pytest.mark.slow
 def test_pods_that_do_not_find_each_other_are_the_cause(bench: Bench) -> None:
-    bench.kubelet.hosts = False
-    name = bench.submit(SCRIPT, command="train.py", nodes=2, retries=0, start_timeout=5)
+    nobody = {"dnsPolicy": "None", "dnsConfig": {"nameservers": ["127.0.0.1"]}}
+    name = bench.submit(
+        SCRIPT, command="train.py", nodes=2, retries=0, start_timeout=5,
+        pod_patch=json.dumps({"spec": nobody}),
+    )  # fmt: skip
     bench.wait(name, "Failed")
     assert "The pods did not find each other" in explained(bench, name)["cause"]
 
@@ -312,12 +233,10 @@ def test_at_its_time_limit_a_job_ends_and_is_not_tried_again(bench: Bench) -> No
 
 @pytest.mark.slow
 def test_each_attempt_has_its_logs_on_the_volume(bench: Bench) -> None:
-    bench.server.put(
-        kinds.CLAIM, {"metadata": {"name": "logs"}, "spec": {"accessModes": ["ReadWriteMany"]}}
-    )
+    bench.claim("logs")
     name = bench.submit(SCRIPT, command="train.py", nodes=2, logs="claim:logs")
     bench.wait(name, "Complete")
-    written = (bench.kubelet.claim("logs") / name / "1" / "rank-1.log").read_text()
+    written = bench.read("logs", f"{name}/1/rank-1.log")
     assert "rank 1 of 2: 3" in written
 
 
@@ -328,8 +247,8 @@ def test_deleting_a_job_ends_its_processes(bench: Bench) -> None:
     )
     bench.printed("up")
     assert f"{name} deleted" in bench.call("delete", name)
-    assert not bench.server.all(kinds.POD)
-    bench.until(lambda: not bench.kubelet.running, "end of the processes")
+    bench.until(lambda: not bench.all(kinds.POD), "end of the pods")
+    bench.until(lambda: not bench.running(), "end of the processes")
 
 
 ELASTIC = """
@@ -356,6 +275,8 @@ def train(state):
         if hvd.allreduce(enough, name="enough") > 0:
             break
         state.commit()
+        if state.step % 20 == 0:
+            print("step", state.step, "is safe", flush=True)
 
 train(state)
 print("done", flush=True)
@@ -364,9 +285,7 @@ print("done", flush=True)
 
 @pytest.mark.slow
 def test_an_elastic_job_grows_shrinks_and_outlives_a_pod(bench: Bench) -> None:
-    bench.server.put(
-        kinds.CLAIM, {"metadata": {"name": "ckpt"}, "spec": {"accessModes": ["ReadWriteMany"]}}
-    )
+    bench.claim("ckpt")
     name = bench.submit(
         ELASTIC, command="train.py /checkpoints", nodes="'1:2'", checkpoints="claim:ckpt"
     )
@@ -375,20 +294,46 @@ def test_an_elastic_job_grows_shrinks_and_outlives_a_pod(bench: Bench) -> None:
     bench.printed("trains on 3 from")
     bench.call("scale", name, "2")
     bench.until(lambda: bench.output().count("trains on 2 from") >= 2, "two ranks again")
-    bench.until(lambda: len(bench.kubelet.running) == 2, "end of the third pod")
-    bench.kubelet.kill(1)
+    bench.until(lambda: len(bench.running()) == 2, "end of the third pod")
+    bench.kill(1)
     bench.until(lambda: len(re.findall(r"\] trains on 2 from", all_of(bench))) >= 3, "replacement")
-    (bench.kubelet.claim("ckpt") / "enough").touch()
+    bench.touch("ckpt", "enough")
     output = bench.wait(name, "Complete")
     assert output.count("trains on 2 from 0") == 1
     assert len(re.findall(r"\] done", output)) >= 1
-    assert [standing.index_of(pod) for pod in bench.server.all(kinds.POD)].count(0) == 1
+    assert [standing.index_of(pod) for pod in bench.all(kinds.POD)].count(0) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_others_go_on_when_a_pod_of_an_elastic_job_is_lost(bench: Bench, index: int) -> None:
+    bench.claim("ckpt")
+    name = bench.submit(
+        ELASTIC, command="train.py /checkpoints", nodes="'2:3'", checkpoints="claim:ckpt"
+    )
+    bench.printed("trains on 3 from")
+    bench.printed("step 20 is safe")
+    bench.kill(index)
+
+    def sizes_since() -> list[tuple[str, str]]:
+        """On how many ranks, and from which step, whenever a group was formed after step 20."""
+        return re.findall(r"trains on (\d) from (\d+)", bench.output().partition("step 20")[2])
+
+    bench.until(lambda: "3" in dict(sizes_since()), "replacement that trains with the others")
+    bench.touch("ckpt", "enough")
+    output = bench.wait(name, "Complete")
+    assert all(int(step) >= 20 for _, step in sizes_since())
+    pods = bench.all(kinds.POD)
+    assert sorted(map(standing.index_of, pods)) == sorted([0, 1, 2, index])
+    assert "] done" in output
 
 
 @pytest.mark.slow
 def test_the_code_can_come_from_a_repository(bench: Bench, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     repository.mkdir()
+    if not bench.sees(repository):
+        pytest.skip("needs a repository that the pods can reach")
 
     def git(*words: str) -> None:
         who = ["-c", "user.name=me", "-c", "user.email=me@example.com"]

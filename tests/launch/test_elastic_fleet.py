@@ -44,6 +44,18 @@ def test_secrets_do_not_travel_by_the_link(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
+def test_a_host_that_cannot_be_found_is_done_without(launcher: Launcher) -> None:
+    hosts = launcher.folder / "hosts"
+    hosts.write_text("localhost slots=1\nno-such-host.invalid slots=1\n")
+    (launcher.folder / "enough").touch()
+    options = ["--hostfile", str(hosts), "-np", "1", "--min-np", "1", "--on-loss", "host"]
+    done = launcher.run(*options, launcher.script(TRAIN), env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "could not be started: no-such-host.invalid cannot be reached" in done.stderr
+    assert "done on 1 localhost" in done.stdout
+
+
+@pytest.mark.slow
 def test_a_host_comes_in_and_one_is_lost(launcher: Launcher) -> None:
     ssh = launcher.folder / "ssh"
     ssh.write_text(SSH)

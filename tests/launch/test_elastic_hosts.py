@@ -79,6 +79,25 @@ def wait_for(process: subprocess.Popen[str], text: str, seen: list[str]) -> None
     seen.append(line)
 
 
+@pytest.mark.parametrize("first", ["10.78.0.254 slots=1\n", "10.78.0.254 slots=1\na slots=1\n"])
+def test_a_job_that_begins_on_the_launchers_machine_takes_in_others(
+    network: Network, launcher: Launcher, first: str
+) -> None:
+    hosts = launcher.folder / "hosts"
+    hosts.write_text(first)
+    process = start(network, launcher, "-np", "1", "--min-np", "1", "--hostfile", str(hosts))
+    seen: list[str] = []
+    wait_for(process, f"trains on {first.count('slots')}", seen)
+    hosts.write_text("10.78.0.254 slots=1\na slots=2\n")
+    wait_for(process, "trains on 3", seen)
+    (launcher.folder / "enough").touch()
+    assert process.stdout is not None
+    rest = process.stdout.read()
+    assert process.wait(timeout=60) == 0, "".join(seen) + rest
+    assert "done on 3 10.78.0.254" in rest
+    assert "done on 3 a" in rest
+
+
 def test_a_host_comes_in_and_one_whose_cable_is_pulled_is_done_without(
     network: Network, launcher: Launcher
 ) -> None:

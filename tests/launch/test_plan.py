@@ -63,6 +63,24 @@ def test_options_go_before_the_job_file_which_goes_before_defaults(folder: Path)
     assert task.output_dir == "logs"
 
 
+@pytest.mark.parametrize(
+    ("line", "field", "value"),
+    [
+        ("nodes: 2:4", "nodes", "2:4"),
+        ("nodes: '2:4'", "nodes", "2:4"),
+        ("nodes: 4", "nodes", 4),
+        ("output_dir: 1:30.5", "output_dir", "1:30.5"),
+        ("grace: 2.5", "grace", 2.5),
+        ("grace: 1_000", "grace", 1000),
+    ],
+)
+def test_numbers_with_colons_between_them_are_text(
+    folder: Path, line: str, field: str, value: object
+) -> None:
+    (folder / "job.yaml").write_text(f"command: train.py\n{line}\n")
+    assert getattr(spec.load("job.yaml"), field) == value
+
+
 def test_a_timeline_is_asked_for_in_the_workers_environment(folder: Path) -> None:
     (folder / "job.yaml").write_text("command: train.py\ntimeline: a.json\n")
     variables = plan.resolve(["job.yaml"]).environment
@@ -125,6 +143,14 @@ def test_start_timeout_comes_from_the_settings(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "soon")
     with pytest.raises(UsageError, match="HOROVOD_START_TIMEOUT"):
         plan.resolve(["train.py"])
+
+
+def test_the_stall_timeout_is_the_ranks_and_the_drivers() -> None:
+    task = plan.resolve(["train.py"], ranks=2, min_np=1, stall_timeout=7.5)
+    assert task.environment["FARANDOLE_STALL_TIMEOUT"] == "7.5"
+    assert task.elastic is not None
+    assert task.elastic.policy.stall_timeout == 7.5
+    assert task.elastic.policy.stall_warning == 60.0
 
 
 @pytest.mark.parametrize(

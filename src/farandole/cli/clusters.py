@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,9 +14,18 @@ from farandole.core.errors import FarandoleError, UsageError
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
     """``--context`` and ``--namespace``; what goes wrong is shown as one error."""
+    context = click.option(
+        "--context", metavar="NAME", help="The kubeconfig's context. [default: current]"
+    )
+    namespace = click.option(
+        "--namespace", "-n", metavar="NAME", help="[default: that of the context]"
+    )
+    return context(namespace(one_error(command)))
 
-    @click.option("--context", metavar="NAME", help="The kubeconfig's context. [default: current]")
-    @click.option("--namespace", "-n", metavar="NAME", help="[default: that of the context]")
+
+def one_error(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What goes wrong is shown as one error, with the exit code of its kind."""
+
     @functools.wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -40,12 +48,15 @@ def on_cluster(
     context: str | None, namespace: str | None, do: Callable[[Any], Awaitable[Any]]
 ) -> Any:
     """Run ``do(cluster)`` and return what it returns."""
+    import asyncio
+
     from farandole.launch.kubernetes import client
 
     async def run() -> Any:
         return await do(await client.connect(context, namespace))
 
-    return asyncio.run(run())
+    with client.leaving_no_keys():
+        return asyncio.run(run())
 
 
 def show_json(value: Any) -> None:

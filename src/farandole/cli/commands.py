@@ -10,6 +10,7 @@ import click
 _COMMANDS = {
     "run": "Train on all of this machine: start a script on several ranks.",
     "init": "Write a job file to begin with.",
+    "image": "Build an image with your program and Farandole.",
     "submit": "Run a job on a Kubernetes cluster.",
     "list": "The jobs on the cluster.",
     "status": "How a job on the cluster stands.",

@@ -23,7 +23,7 @@ def command(name: str, context: str | None, namespace: str | None, output_format
     found = clusters.on_cluster(context, namespace, ask)
     rows = [
         {
-            "time": each.get("lastTimestamp") or each.get("eventTime") or "",
+            "time": jobs.when(each),
             "about": each["involvedObject"].get("name", ""),
             "reason": each.get("reason", ""),
             "message": each.get("message", ""),

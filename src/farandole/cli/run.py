@@ -65,6 +65,13 @@ from farandole.launch import early, job, plan
     help="How long the first rank in init() waits for the others. [default: 120]",
 )
 @click.option(
+    "--stall-timeout",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="How long ranks wait for another one that lives and does not come. [default: 1800; 0: for "
+    "ever]",
+)
+@click.option(
     "--grace",
     type=click.FloatRange(min=0),
     metavar="SECONDS",

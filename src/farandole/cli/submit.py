@@ -9,8 +9,32 @@ import click
 from farandole.cli import clusters
 
 
+class _Submit(click.Command):
+    """``--dry-run`` alone is whole: click would take the job file after it for its value."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See ``click.Command``."""
+        flags = {
+            name
+            for each in self.get_params(ctx)
+            if isinstance(each, click.Option) and each.is_flag
+            for name in each.opts
+        }
+        given, rest = [], list(args)
+        while rest and rest[0].startswith("-") and rest[0] != "--":
+            word = rest.pop(0)
+            if word == "--dry-run":
+                given.append("--dry-run=client")
+                continue
+            given.append(word)
+            if rest and "=" not in word and word not in flags:
+                given.append(rest.pop(0))
+        return super().parse_args(ctx, [*given, *rest])
+
+
 @click.command(
     "submit",
+    cls=_Submit,
     context_settings={"allow_interspersed_args": False},
     short_help="Run a job on a Kubernetes cluster.",
 )
@@ -35,9 +59,7 @@ from farandole.cli import clusters
 @click.option(
     "--dry-run",
     type=click.Choice(["client", "server"]),
-    is_flag=False,
-    flag_value="client",
-    help="Print what would be created; `server` has the cluster check it.",
+    help="Print what would be created; `--dry-run=server` has the cluster check it.",
 )
 @click.option("--print-rbac", is_flag=True, help="Print the Role that submitting needs.")
 @clusters.options

@@ -8,6 +8,7 @@ launcher, by whatever signal, leaves nothing behind:
 who dies              what follows
 ====================  ==============================================================
 the job loop          the channel ends; the agent kills all its descendants and ends
+                      (but see :mod:`farandole.launch.pod_agent`)
 the agent             the kernel kills the workers (parent-death signal); the
                       launcher adopts and kills what they had started
 a worker              its children become the agent's, which kills them at the end
@@ -23,8 +24,8 @@ meanwhile), ``finish``. From it: ``started`` (pids, how), ``output`` (rank, stre
 is its end), ``report`` (an uncaught exception), ``exited`` (rank, code, negative for a signal),
 ``unstarted`` (rank, why), ``gone`` (nothing is left).
 
-In a job whose workers are replaced (``replaces``) a forking parent is kept ready at all times, so
-that a replacement starts in milliseconds; a worker's end takes along what it has left behind; and a
+In a job whose workers are replaced (``replaces``) the forking parent stays, so that a replacement
+starts in milliseconds; a worker's end takes along what it has left behind; and a
 worker that the kernel shows as stopped is told of (``frozen``: rank, state, seconds).
 """
 
@@ -136,7 +137,7 @@ class Agent:
         if self._parent is not None:
             self._watch_parent(self._parent)
         try:
-            while not self._finished and not self._channel.closed:
+            while not self._is_over():
                 self._turn()
         finally:
             self._kill_everything()
@@ -146,6 +147,10 @@ class Agent:
         for descriptor, (each, stream) in self._streams.items():
             self._drain(descriptor, each, stream)
         self._goodbye()
+
+    def _is_over(self) -> bool:
+        """Whether everything below this process is to end."""
+        return self._finished or self._channel.closed
 
     def _turn(self) -> None:
         self._selector.modify(
@@ -356,6 +361,7 @@ class Agent:
     def _ask_parent(self, parent: early.ForkingParent, batch: list[Worker]) -> None:
         wish = {name: self._task[name] for name in ("form", "argv", "environment")}
         wish["ranks"] = [each.own for each in batch]
+        wish["keep"] = self._replaces
         file = os.memfd_create("farandole")
         with open(file, "wb", closefd=False) as memory:
             memory.write(json.dumps(wish).encode("ascii"))
@@ -382,7 +388,8 @@ class Agent:
             self._selector.unregister(self._parent.socket)
             return
         batch, self._asked = self._asked, []
-        self._give_up_parent(kill=False)
+        if "why" in said or not self._replaces:
+            self._give_up_parent(kill=False)
         if "why" in said:
             self._refusal = said["why"]
             self._execute_all(batch, said["why"])
@@ -390,9 +397,6 @@ class Agent:
             for each, pid in zip(batch, said["pids"], strict=True):
                 self._has_started(each, pid)
             self._channel.send("started", pids=said["pids"], how="forked", why="")
-            if self._replaces:
-                self._parent = early.start_forking_parent(self._task["environment"], spare=True)
-                self._watch_parent(self._parent)
         self._start_waiting()
 
     def _give_up_parent(self, *, kill: bool = True) -> None:

@@ -53,6 +53,8 @@ def _nodes(value: Any) -> Any:
         found = _NODES.fullmatch(value.strip())
         if not found or int(found[1]) > int(found[2]):
             raise ValueError("a number, or the least and the most as in 2:4, is needed")
+    if isinstance(value, int) and value < 1:
+        raise ValueError("at least one node is needed")
     return value
 
 

@@ -21,7 +21,8 @@ from farandole.launch import environment, host
 HOSTS = frozenset(["-H", "--hosts", "--hostfile"])
 
 VALUED = HOSTS | {
-    "-np", "-n", "--env", "--output-dir", "--start-timeout", "--grace", "--remote-python", "--ssh",
+    "-np", "-n", "--env", "--output-dir", "--start-timeout", "--stall-timeout",
+    "--grace", "--remote-python", "--ssh",
     "--timeline-filename", "--autotune-log-file", "--autotune-warmup-samples",
     "--autotune-steps-per-sample",
     "--min-np", "--max-np", "--host-discovery-script", "--slots-per-host",
@@ -118,16 +119,13 @@ def guessed_environment(
     )
 
 
-def start_forking_parent(environ: Mapping[str, str], *, spare: bool = False) -> ForkingParent:
-    """Start the process that imports torch, with the environment that its workers will have.
-
-    A ``spare`` has time, and also imports what programs need later.
-    """
+def start_forking_parent(environ: Mapping[str, str]) -> ForkingParent:
+    """Start the process that imports torch, with the environment that its workers will have."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "prefork.py")
     pid = os.posix_spawn(
         sys.executable,
-        [sys.executable, *interpreter_flags(), script, *(["spare"] if spare else [])],
+        [sys.executable, *interpreter_flags(), script],
         # OpenBLAS would start threads while it is loaded; workers set its number for themselves.
         {**environ, "OPENBLAS_NUM_THREADS": "1"},
         file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), 0)],

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from farandole.core import route
-from farandole.core.errors import FarandoleBug
+from farandole.core.errors import FarandoleBug, describe_ranks
 from farandole.core.store import LocalStore
 from farandole.core.worlds import World
 from farandole.elastic import decisions
 from farandole.elastic.driver import Driver
+from farandole.elastic.reunion import Reunion
 from farandole.launch import discovery, early, environment, failure
 from farandole.launch.job import Job
 from farandole.launch.task import Task
@@ -35,13 +35,17 @@ class ElasticJob(Job):
         if task.elastic is None:
             raise FarandoleBug("This task is not elastic.")
         self._elastic = task.elastic
-        self._driver = Driver(self._elastic.policy, store, self, self._wake)
+        self._driver = Driver(self._elastic.policy, store, self, self._wake, self._reunion())
         self._spawns: list[decisions.Spawn] = []
         """Decided, and not sent yet."""
         self._found: deque[dict[str, int] | str] = deque()
         """From the thread that looks for hosts: the hosts of now, or a complaint."""
         self._watch: discovery.Watch | None = None
         self._failed = False
+
+    def _reunion(self) -> Reunion | None:
+        """What the driver waits for in the beginning: nothing outlives this one."""
+        return None
 
     def close(self) -> None:
         """See :class:`Job`."""
@@ -53,9 +57,7 @@ class ElasticJob(Job):
 
     def spawn(self, spawn: decisions.Spawn) -> None:
         """See :class:`~farandole.elastic.driver.Hands`."""
-        self._verdict.expect(spawn.number)
-        self._screen.expect(spawn.number)
-        self._open_log(spawn.number)
+        self._expect(spawn.number)
         self._spawns.append(spawn)
 
     def kill(self, number: int, *, show: bool) -> None:
@@ -65,6 +67,12 @@ class ElasticJob(Job):
     def say(self, text: str) -> None:
         """See :class:`~farandole.elastic.driver.Hands`."""
         self._say(text)
+
+    def _expect(self, number: int) -> None:
+        """One more process."""
+        self._verdict.expect(number)
+        self._screen.expect(number)
+        self._open_log(number)
 
     # ---- the loop
 
@@ -85,7 +93,7 @@ class ElasticJob(Job):
         self._wake()
 
     def _patience(self) -> float | None:
-        due = self._driver.next_due()
+        due = self._driver.next_due(self._now())
         patience = super()._patience()
         if due is None:
             return patience
@@ -106,16 +114,7 @@ class ElasticJob(Job):
         super()._act()
 
     def _set_hosts(self, slots: Mapping[str, int]) -> None:
-        usable = dict(slots)
-        if not self._elastic.elsewhere:
-            usable = {host: n for host, n in slots.items() if route.is_own(host)}
-        refused = sorted(set(slots) - set(usable))
-        if refused:
-            self._say(
-                f"farandole: {', '.join(refused)} cannot take part: the job began on this machine "
-                "alone, so it listens to nobody else. Name another machine from the beginning."
-            )
-        self._driver.hosts_are(usable, self._now())
+        self._driver.hosts_are(slots, self._now())
 
     def _send_spawns(self) -> None:
         if not self._spawns:
@@ -158,7 +157,10 @@ class ElasticJob(Job):
         self._verdict.note_exit(rank, code)
         if self._is_ending:
             return
-        if code != 0 and not self._failed and not self._driver.expects_end_of(rank):
+        report = self._verdict.ranks[rank].report
+        victim = report is not None and report["victim"]  # of a loss that was told of already
+        expected = victim or self._driver.expects_end_of(rank)
+        if code != 0 and not self._failed and not expected:
             self._say(f"farandole: {self._name(rank)} {self._how(rank, code, fields)}.")
         self._settle(rank, code)
 
@@ -173,7 +175,8 @@ class ElasticJob(Job):
         if "why" in fields:
             return str(fields["why"])
         if report is not None:
-            return f"raised {report['exception']}: {report['text'].partition(chr(10))[0][:200]}"
+            said = report["text"].partition("\n")[0][:200].rstrip(".")
+            return f"raised {report['exception']}: {said}"
         return failure.by_code(code)
 
     def _name(self, number: int) -> str:
@@ -183,6 +186,14 @@ class ElasticJob(Job):
             return f"process {number}"
         rank = world.rank_of(number)
         return f"rank {rank}" if rank == number else f"rank {rank} (process {number})"
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        """Numbers of processes: as ranks where they are the same, else said to be none."""
+        if len(ranks) == 1:
+            return self._name(ranks[0])
+        if all(self._name(number) == f"rank {number}" for number in ranks):
+            return describe_ranks(ranks)
+        return f"processes {', '.join(map(str, sorted(ranks)))}"
 
     def _heed_failure(self) -> None:
         failed = self._driver.failure

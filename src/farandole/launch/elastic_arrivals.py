@@ -2,11 +2,17 @@
 
 A pod that comes is a new host, one whose connection ends is a lost one, and one that is told to end
 is taken off the list, so that its ranks leave at their next commit; then it may go.
+
+An agent that has outlived an earlier job loop brings what it runs with it. That is told by
+``returned`` (host, running: pairs of process and slot, well: processes that have ended well), until
+the job loop says :data:`REUNITED`; what comes later is ended. So is what an agent still runs whose
+connection broke while this job loop was there: it counts as lost.
 """
 
 from __future__ import annotations
 
 import selectors
+from collections.abc import Sequence
 from typing import Any
 
 from farandole.core.errors import FarandoleBug, FarandoleError, SetupError
@@ -17,6 +23,9 @@ from farandole.launch.elastic_fleet import ElasticFleet, Guest
 from farandole.launch.fleet import Member
 from farandole.launch.hosts import Share
 from farandole.launch.task import Task
+
+REUNITED = "reunited"
+"""The message by which the job loop says that it goes on with what has come back."""
 
 
 class ElasticArrivals(ElasticFleet):
@@ -29,7 +38,15 @@ class ElasticArrivals(ElasticFleet):
         ((self._first, self._slots),) = task.elastic.first.items()
         self._leaving: set[Member] = set()
         """Those that were told to end, or are lost: nothing is started there any more."""
+        self._reunited = False
         super().__init__(task, local)
+
+    def send(self, kind: str, /, **fields: Any) -> None:
+        """See :class:`ElasticFleet`."""
+        if kind == REUNITED:
+            self._reunited = True
+        else:
+            super().send(kind, **fields)
 
     def _open(self, listen: str, *_: Any) -> None:
         meeting = self._meeting
@@ -56,7 +73,15 @@ class ElasticArrivals(ElasticFleet):
         guest.send("start", **self._wish)
         return guest
 
-    def _on_ready(self, peer: Peer, index: int, address: str, port: int) -> None:
+    def _on_ready(
+        self,
+        peer: Peer,
+        index: int,
+        address: str,
+        port: int,
+        running: Sequence[tuple[int, int]] = (),
+        well: Sequence[int] = (),
+    ) -> None:
         host = f"node {index}"
         known = self._guests.get(host)
         if known is not None:
@@ -71,7 +96,20 @@ class ElasticArrivals(ElasticFleet):
         self._members.append(guest)
         guest.send("prepare", stdin=False, environment=None)
         guest.send("start", ranks=[], replaces=True)
+        self._take_back(guest, running, well)
         self._tell_hosts()
+
+    def _take_back(
+        self, guest: Guest, running: Sequence[tuple[int, int]], well: Sequence[int]
+    ) -> None:
+        if self._reunited:
+            for number, _ in running:
+                guest.send("end", rank=number)
+            return
+        guest.running = {number for number, _ in running}
+        self._numbers |= dict.fromkeys(guest.running, guest)
+        fields = {"host": guest.share.host, "running": running, "well": well}
+        self._messages.append(Message("returned", fields, b""))
 
     def _lose(self, member: Member, why: str) -> None:
         if member in self._leaving:
@@ -94,6 +132,9 @@ class ElasticArrivals(ElasticFleet):
     # ---- what agents say
 
     def _translate(self, member: Member, message: Message) -> None:
+        rank = message.fields.get("rank")
+        if rank is not None and self._numbers.get(rank) is not member:
+            return  # of what was ended, see above
         if message.kind == "terminated":
             self._leaving.add(member)
             self._tell_hosts()

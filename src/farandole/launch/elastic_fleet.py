@@ -8,12 +8,13 @@ run there; the job goes on.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
 from farandole.core import config, route
 from farandole.core.address import Address
-from farandole.core.errors import FarandoleError
+from farandole.core.errors import FarandoleError, SetupError
 from farandole.core.server import Peer
 from farandole.launch import early, environment, remote, ssh
 from farandole.launch.channel import Channel, Message
@@ -103,7 +104,9 @@ class ElasticFleet(Fleet):
     def _host_here(self, host: str) -> Guest:
         if isinstance(self._local, Guest):
             return self._local  # by another name
-        guest = Guest(Share(host, range(0)), "127.0.0.1", channel=Channel(self._agent.socket))
+        guest = Guest(
+            Share(host, range(0)), self._own_for_others(), channel=Channel(self._agent.socket)
+        )
         assert guest.channel is not None
         self._local = guest
         self._members.append(guest)
@@ -112,12 +115,29 @@ class ElasticFleet(Fleet):
         guest.ready = True
         return guest
 
-    def _log_in_to(self, host: str, slots: int) -> Guest:
-        settings = config.Settings.from_environment(
-            {**config.environment(), **self._task.environment}
-        )
+    def _own_towards(self, host: str) -> str:
+        """This machine's address for another host. ``SetupError`` when nothing leads there."""
         name = ssh.real_name(self._task.ssh, host)
-        own = route.own_address(Address(name, SSH_PORT), settings.network_interface)
+        try:
+            return route.own_address(Address(name, SSH_PORT), self._interface())
+        except OSError as error:
+            raise SetupError(f"{host} cannot be reached: {error.strerror or error}.") from None
+
+    def _own_for_others(self) -> str:
+        """This machine's address for hosts that are named already, or else for any."""
+        first = () if self._task.elastic is None else self._task.elastic.first
+        for host in first:
+            with contextlib.suppress(SetupError):
+                if not route.is_own(host):
+                    return self._own_towards(host)
+        return route.outward_address(self._interface())
+
+    def _interface(self) -> str | None:
+        variables = {**config.environment(), **self._task.environment}
+        return config.Settings.from_environment(variables).network_interface
+
+    def _log_in_to(self, host: str, slots: int) -> Guest:
+        own = self._own_towards(host)
         guest = Guest(Share(host, range(0)), own)
         self._members.append(guest)
         index = len(self._members) - 1

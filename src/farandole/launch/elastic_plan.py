@@ -36,6 +36,8 @@ def resolve(
     on_loss: str | None = None,
     on_loss_size: str | None = None,
     start_timeout: float,
+    stall_warning: float = Policy.stall_warning,
+    stall_timeout: float = Policy.stall_timeout,
     discovery_interval: float | None = None,
     awaits_newcomers: bool = False,
 ) -> Elastic | None:
@@ -80,6 +82,8 @@ def resolve(
             reset_limit=reset_limit,
             cooldown=_pair(blacklist_cooldown_range),
             start_timeout=start_timeout,
+            stall_warning=stall_warning,
+            stall_timeout=stall_timeout,
             awaits_newcomers=awaits_newcomers,
             patience=600.0 if elastic_timeout is None else elastic_timeout,
         ),

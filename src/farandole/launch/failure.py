@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from farandole.core.errors import describe_ranks
@@ -77,14 +77,22 @@ def shortened(lines: Sequence[str]) -> list[str]:
     return [*lines[:half], f"  … {left_out} lines left out …", *lines[-half:]]
 
 
-def describe(cause: Failure, others: Mapping[str, Sequence[int]], *, killed_for_memory: int) -> str:
+def describe(
+    cause: Failure,
+    others: Mapping[str, Sequence[int]],
+    *,
+    killed_for_memory: int,
+    named: Callable[[Sequence[int]], str] = describe_ranks,
+) -> str:
     """The message at the end of a failed job, several lines.
 
-    ``others`` says what became of the other ranks, e.g. ``{"stopped": [0, 2]}``.
+    ``others`` says what became of the other ranks, e.g. ``{"stopped": [0, 2]}``; ``named`` what
+    ranks are called.
     """
     what = cause.reason or by_code(cause.code)
-    head = f"rank {cause.rank} {what}"
-    rest = "; ".join(f"{fate}: {describe_ranks(ranks)}" for fate, ranks in others.items() if ranks)
+    who = named([cause.rank])
+    head = f"{who} {what}"
+    rest = "; ".join(f"{fate}: {named(ranks)}" for fate, ranks in others.items() if ranks)
     lines = [f"farandole: {head}{f' ({rest})' if rest else ''}."]
     if cause.code == -signal.SIGKILL:
         lines.append(
@@ -94,7 +102,7 @@ def describe(cause: Failure, others: Mapping[str, Sequence[int]], *, killed_for_
             else "  If nobody sent it, the kernel may have, for want of memory: see `dmesg`."
         )
     if cause.details:
-        lines.append(f"  What rank {cause.rank} said last:")
+        lines.append(f"  What {who} said last:")
         lines += [f"    {line}" for line in cause.details]
     return "\n".join(lines)
 

@@ -28,7 +28,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from farandole.core.config import environment as current_environment
@@ -396,9 +396,13 @@ class Job:
             return 0
         new_kills = host.out_of_memory_kills() - self._memory_kills
         fates = self._verdict.fates()
-        self._say(failure.describe(cause, fates, killed_for_memory=new_kills))
+        self._say(failure.describe(cause, fates, killed_for_memory=new_kills, named=self._named))
         self._flush()
         return cause.exit_code
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        """What ranks are called."""
+        return describe_ranks(ranks)
 
     def _after_signal(self, number: int) -> int:
         broken = self._sinks["stdout"].broken
@@ -409,7 +413,7 @@ class Job:
             name = signal.Signals(number).name
             ranks = self._verdict.ranks
             killed = [rank.number for rank in ranks if rank.code == -signal.SIGKILL]
-            how = f"; {describe_ranks(killed)} had to be killed" if killed else ""
+            how = f"; {self._named(killed)} had to be killed" if killed else ""
             self._say(f"farandole: ended by {name}{how}.")
         self._flush()
         return 128 + number

@@ -33,6 +33,7 @@ def resolve(
     remote_python: str | None = None,
     ssh: str | None = None,
     start_timeout: float | None = None,
+    stall_timeout: float | None = None,
     grace: float | None = None,
     timeline_filename: str | None = None,
     timeline_mark_cycles: bool = False,
@@ -68,6 +69,10 @@ def resolve(
     if chaos:
         faults.parse(chaos)
         variables["FARANDOLE_CHAOS"] = chaos
+    if stall_timeout is None and spec:
+        stall_timeout = spec.stall_timeout
+    if stall_timeout is not None:
+        variables["FARANDOLE_STALL_TIMEOUT"] = f"{stall_timeout:g}"
     if timeline_mark_cycles or (spec and spec.timeline_mark_cycles):
         variables["FARANDOLE_TIMELINE_MARK_CYCLES"] = "1"
     log = autotune_log_file or (spec.autotune_log_file if spec else None)
@@ -86,8 +91,9 @@ def resolve(
         start_timeout, spec.start_timeout if spec else None, settings.start_timeout
     )
     changing = elastic_plan.resolve(
-        spec, ranks, hosts, hostfile, **elastic, start_timeout=start_timeout
-    )
+        spec, ranks, hosts, hostfile, **elastic, start_timeout=start_timeout,
+        stall_warning=settings.stall_warning, stall_timeout=settings.stall_timeout,
+    )  # fmt: skip
     shares = () if changing else _deal(hosts, hostfile, ranks)
     return Task(
         program=what,

@@ -7,6 +7,8 @@ arguments; what is secret, or only known in the pod, by the environment:
 FARANDOLE_SECRET      the job's key, in hexadecimal
 FARANDOLE_NODE        which node of the job this pod is, from 0
 FARANDOLE_POD_IP      its address
+FARANDOLE_FAILURES    how many pods of this node have failed before; elastic jobs only
+FARANDOLE_DISRUPTIONS how many more were taken away
 FARANDOLE_ADDRESSES   addresses of nodes whose names nobody resolves: ``name=address,…``; optional
 ====================  ============================================================================
 
@@ -31,14 +33,13 @@ from farandole.core.config import environment as current_environment
 from farandole.core.errors import FarandoleError, SetupError, UsageError
 from farandole.core.secret import Secret
 from farandole.elastic.policy import Policy
-from farandole.launch import early, environment, host, job, plan, pod_agent
+from farandole.launch import early, environment, host, job, plan, pod_agent, pod_ssh
 from farandole.launch.discovery import Discovery
 from farandole.launch.hosts import Host, Share
 from farandole.launch.pod_job import CANNOT_RUN, TERMINATED
 from farandole.launch.task import Elastic, Meeting, Program, Task
 
 _FAILED = 1
-_SSH_OPTIONS = ("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null")
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def _task(pod: Pod, secret: Secret) -> Task:
             Share(f"node {index}", range(index * pod.ranks, (index + 1) * pod.ranks))
             for index in range(nodes)
         ),
-        elastic=_elastic(pod, settings.start_timeout),
+        elastic=_elastic(pod, settings),
         start_timeout=settings.start_timeout,
         # The cluster's own limit is not to come first.
         grace=max(1.0, told["grace"] - _MARGIN),
@@ -181,11 +182,18 @@ def _task(pod: Pod, secret: Secret) -> Task:
             secret=secret,
             patience=told["start_timeout"],
             time_limit=told["time_limit"],
+            replaces=_replaces_another(pod),
         ),
     )
 
 
-def _elastic(pod: Pod, start_timeout: float) -> Elastic | None:
+def _replaces_another(pod: Pod) -> bool:
+    """Whether this is not the first pod of its node, as the cluster counts."""
+    counts = (pod.variables.get(f"FARANDOLE_{each}", "") for each in ("FAILURES", "DISRUPTIONS"))
+    return any(count not in ("", "0") for count in counts)
+
+
+def _elastic(pod: Pod, settings: Settings) -> Elastic | None:
     """What may change: nodes, from the least number on; how many come is the cluster's affair."""
     least = int(pod.told["least_nodes"])
     if least == int(pod.told["nodes"]):
@@ -194,7 +202,9 @@ def _elastic(pod: Pod, start_timeout: float) -> Elastic | None:
         policy=Policy(
             start_size=least * pod.ranks,
             min_size=least * pod.ranks,
-            start_timeout=start_timeout,
+            start_timeout=settings.start_timeout,
+            stall_warning=settings.stall_warning,
+            stall_timeout=settings.stall_timeout,
             patience=pod.told["start_timeout"],
         ),
         # Other nodes are told of when they come.
@@ -258,28 +268,24 @@ def _address_of(pod: Pod, index: int) -> Address:
 # ---- the pods of an MPIJob
 
 
-def _ssh_server(_pod: Pod) -> int:
-    try:
-        os.makedirs("/run/sshd", exist_ok=True)
-        subprocess.run(["ssh-keygen", "-A"], check=True, stdout=subprocess.DEVNULL)
-        os.execv("/usr/sbin/sshd", ["/usr/sbin/sshd", "-De", "-o", "StrictModes=no"])
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise UsageError(
-            f"The image cannot be an ssh server, which backend mpijob needs ({error}): install "
-            "openssh-server, and run as root."
-        ) from None
+def _ssh_server(pod: Pod) -> int:
+    told = pod.told
+    pod_ssh.serve(pod.work, told["ssh_keys"], told["ssh_port"], pod.variables["FARANDOLE_POD_IP"])
 
 
 def _launcher(pod: Pod) -> int:
     # Other hosts are told to look for Farandole where this process does.
     os.environ.update(pod.given)
+    told = pod.told
+    ssh = pod_ssh.command(pod.work, told["ssh_keys"], told["ssh_port"])
     task = plan.resolve(
-        pod.told["argv"],
-        hostfile=pod.told["peers"],
+        told["argv"],
+        hostfile=told["peers"],
         env=[f"{name}={text}" for name, text in pod.given.items()],
-        ssh=" ".join(("ssh", *_SSH_OPTIONS)),
+        ssh=" ".join(ssh),
         output_dir=_log_folder(pod),
-        grace=max(1.0, pod.told["grace"] - _MARGIN),
-        no_fork=not pod.told["fork"],
+        grace=max(1.0, told["grace"] - _MARGIN),
+        no_fork=not told["fork"],
     )
+    pod_ssh.wait_for([share.host for share in task.hosts], ssh, told["start_timeout"])
     return job.run(task, early.start_agent(()))

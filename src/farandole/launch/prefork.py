@@ -10,9 +10,13 @@ Why forking is safe here
     is loaded; it is told not to, and each child sets the number that it would have had.
 
 Who is whose child
-    Workers belong to the agent: this process ends when it has forked them, and so the kernel gives
+    Workers belong to the agent: the process that forked them ends then, and so the kernel gives
     them to the agent, the nearest ancestor that adopts orphans. They wait until that has happened
     before they bind their life to the agent's.
+
+    Where workers are replaced (``keep``), that process is a fork of this one, and the next one
+    stands ready. So torch is imported once a job, not once a loss, which would take a core from
+    the survivors for two seconds.
 
 When workers cannot be forked (:func:`_why_not`), the agent is told why, and uses ``exec``.
 """
@@ -35,6 +39,7 @@ import contextlib
 import ctypes
 import glob
 import importlib
+import itertools
 import json
 import os
 import socket
@@ -57,14 +62,21 @@ _SOON_NEEDED = (
 """What every rank would import by itself before its first collective is done."""
 
 _LATER_NEEDED = ("torch._dynamo",)
-"""What a program imports when it makes its first optimizer, which takes as long as torch itself."""
+"""What a program imports when it makes its first optimizer, which takes as long as torch itself:
+replacements find it there."""
 
 _DESCRIPTORS = 4
 """A worker's standard streams and the pipe for its failure report."""
 
+_NO_MORE = 1
+"""How a process ends after which none is to be forked any more."""
+
+Wish = tuple[Any, list[list[int]]]
+"""What the agent wants, ``None`` for nothing, and each worker's descriptors."""
+
 
 def main() -> None:
-    """Import, wait for the agent's wish, fork; in a worker, run the user's program."""
+    """Import, wait for the agent's wishes, fork; in a worker, run the user's program."""
     agent = os.getppid()
     kernel.die_with(agent)
     channel = socket.socket(fileno=os.dup(AGENT))
@@ -76,23 +88,50 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - the program may not need it; its own import will say
         _answer(channel, why=f"torch cannot be imported here: {type(error).__name__}: {error}")
         return
-    for module in (*_SOON_NEEDED, *(_LATER_NEEDED if sys.argv[1:] == ["spare"] else ())):
-        with contextlib.suppress(Exception):  # the program's own import will say what is wrong
-            importlib.import_module(module)
-    gc.freeze()
+    _import(_SOON_NEEDED)
     request, descriptors = _receive(channel)
+    if request is not None and request["keep"]:
+        request, descriptors = _stay(channel, request, descriptors)
     if request is None:
-        return
+        sys.exit(_NO_MORE)
     why = _why_not(request)
     if why:
         _answer(channel, why=why)
-        return
+        sys.exit(_NO_MORE)
     index, own = _fork_all(channel, descriptors)
     channel.close()
     _become_worker(torch, request, index, own, agent)
 
 
-def _receive(channel: socket.socket) -> tuple[Any, list[list[int]]]:
+def _stay(channel: socket.socket, request: Any, descriptors: list[list[int]]) -> Wish:
+    """Have each wish served by a child, which is there before the wish comes.
+
+    Returns in the children, with their wish, and here when no more is to be served, or when this
+    process must not be forked any more: with the wish that cannot be met then.
+    """
+    while _threads() == 1:
+        child = os.fork()
+        if child == 0:
+            return (request, descriptors) if request else _receive(channel)
+        request = None
+        for descriptor in itertools.chain.from_iterable(descriptors):
+            os.close(descriptor)
+        descriptors = []
+        _import(_LATER_NEEDED)
+        _, status = os.waitpid(child, 0)
+        if status:
+            return None, []
+    return (request, descriptors) if request else _receive(channel)
+
+
+def _import(modules: Sequence[str]) -> None:
+    for module in modules:
+        with contextlib.suppress(Exception):  # the program's own import will say what is wrong
+            importlib.import_module(module)
+    gc.freeze()
+
+
+def _receive(channel: socket.socket) -> Wish:
     """The wish of the agent and each rank's descriptors; ``None`` when the agent wants nothing.
 
     The wish is JSON in a memory file, since it holds environments and a packet is small.
@@ -109,6 +148,10 @@ def _receive(channel: socket.socket) -> tuple[Any, list[list[int]]]:
     return request, seats
 
 
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
 def _answer(channel: socket.socket, **fields: Any) -> None:
     try:
         channel.send(json.dumps(fields).encode("ascii"))
@@ -119,7 +162,7 @@ def _answer(channel: socket.socket, **fields: Any) -> None:
 
 def _why_not(request: Any) -> str:
     """Why this program would notice that it was forked; empty when it would not."""
-    threads = len(os.listdir("/proc/self/task"))
+    threads = _threads()
     if threads != 1:
         return f"importing torch started {threads - 1} threads"
     if sys.gettrace() or sys.getprofile():

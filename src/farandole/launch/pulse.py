@@ -16,6 +16,10 @@ PULSE = 1.0
 FROZEN = 15.0
 """Seconds without CPU time in a frozen state after which a process counts as lost."""
 
+SUSPENDED = 5.0
+"""Seconds between two looks after which it was the looker who was frozen, as when a scheduler
+suspends all of a job. What was seen before says nothing then."""
+
 _FROZEN_STATES = frozenset("TD")
 """Stopped by a signal; waiting in the kernel for a device. A traced process (t) is debugged."""
 
@@ -38,12 +42,16 @@ class Pulse:
     def __init__(self, reader: Callable[[int], Look | None] = read) -> None:
         self._read = reader
         self._since: dict[int, tuple[float, Look]] = {}
+        self._looked = 0.0
 
     def look(self, pids: Mapping[int, int], now: float) -> Iterator[tuple[int, str, float]]:
         """``(rank, state, seconds)`` of those that have been frozen for :data:`FROZEN`, once each.
 
         ``pids`` are the processes that run now, by rank.
         """
+        if now - self._looked > SUSPENDED:
+            self._since.clear()
+        self._looked = now
         for rank, pid in pids.items():
             seen = self._read(pid)
             if seen is None or seen[0] not in _FROZEN_STATES:

@@ -43,6 +43,8 @@ class JobSpec(ClusterFields):
     """Folder for one file a rank with all that it prints. Default: none."""
     start_timeout: Annotated[float | None, Field(gt=0, strict=False)] = None
     """Seconds that the first rank in ``init()`` waits for the others. Default: 120."""
+    stall_timeout: Annotated[float | None, Field(ge=0, strict=False)] = None
+    """Seconds that ranks wait for another one that lives and does not come. Default: 1800."""
     grace: Annotated[float | None, Field(ge=0, strict=False)] = None
     """Seconds that workers may take to end after Ctrl-C or SIGTERM. Default: 30."""
     min_ranks: Annotated[int | None, Field(ge=1)] = None
@@ -75,6 +77,23 @@ class JobSpec(ClusterFields):
         return shlex.split(self.command) if isinstance(self.command, str) else list(self.command)
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML as people read it: ``2:4`` is text. YAML 1.1 counts in sixties, and would make it 124
+    nodes of ``nodes: 2:4``."""
+
+    def number(self, node: yaml.ScalarNode) -> int | float | str:
+        """What looks like a number, or like several with colons between them."""
+        if ":" in node.value:
+            return str(node.value)
+        if node.tag.endswith("int"):
+            return int(self.construct_yaml_int(node))
+        return float(self.construct_yaml_float(node))
+
+
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.number)
+
+
 def load(path: str, over: Mapping[str, Any] | None = None) -> JobSpec:
     """Read a job file; ``UsageError`` names the file, the field, its value and the remedy.
 
@@ -90,7 +109,7 @@ def load(path: str, over: Mapping[str, Any] | None = None) -> JobSpec:
     """
     try:
         with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
+            content = yaml.load(file, _Loader)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

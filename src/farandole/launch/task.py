@@ -42,8 +42,11 @@ class Elastic:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether ranks may run on other machines: if not, nothing listens to the network."""
-        return not all(route.is_own(host) for host in self.first)
+        """Whether ranks may run on other machines: if not, nothing listens to the network.
+
+        Where hosts are looked up again, any machine may come.
+        """
+        return self.discovery.changes or not all(route.is_own(host) for host in self.first)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +63,8 @@ class Meeting:
     """Seconds until all must have come."""
     time_limit: float | None = None
     """Seconds after which the ranks are told to save and end."""
+    replaces: bool = False
+    """Whether an earlier process led this job, and is lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

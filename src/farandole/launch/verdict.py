@@ -250,7 +250,8 @@ class Verdict:
                 fate = "failed because of it" if own.victim else "failed too"
                 fates[fate].append(rank.number)
             elif rank.done_without:
-                fates["lost before"].append(rank.number)
+                victim = rank.report is not None and rank.report["victim"]
+                fates["failed because of it" if victim else "lost before"].append(rank.number)
             elif rank.code == 0 and not rank.stopped:
                 fates["had finished"].append(rank.number)
             else:

@@ -26,7 +26,8 @@ NEVER = frozenset([
     ".pytest_cache", ".ipynb_checkpoints", ".tox",
 ])  # fmt: skip
 """Folders that are no source, wherever they stand."""
-LARGEST_SHOWN = 5
+_EFFORT = 6
+"""Of compression: the most would take thrice as long and save less than one percent."""
 
 
 def pack(project: Path | None) -> bytes:
@@ -34,7 +35,7 @@ def pack(project: Path | None) -> bytes:
     packed = io.BytesIO()
     # No times and no names of users: the same content is the same archive.
     with (
-        gzip.GzipFile(fileobj=packed, mode="wb", mtime=0, filename="") as zipped,
+        gzip.GzipFile("", "wb", _EFFORT, packed, mtime=0) as zipped,
         tarfile.open(fileobj=zipped, mode="w", format=tarfile.GNU_FORMAT) as tar,
     ):
         for name, content in package():
@@ -42,16 +43,16 @@ def pack(project: Path | None) -> bytes:
         if project is not None:
             for name in project_files(project):
                 path = project / name
-                mode = 0o755 if os.access(path, os.X_OK) else 0o644
-                _add(tar, f"{boot.PROJECT}/{name}", path.read_bytes(), mode)
+                _add(tar, f"{boot.PROJECT}/{name}", path.read_bytes(), mode_of(path))
     return packed.getvalue()
 
 
 def package() -> Iterator[tuple[str, bytes]]:
     """The files of Farandole itself, relative to the package's folder, in order."""
     root = Path(farandole.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        yield str(path.relative_to(root)), path.read_bytes()
+    for name in sorted(_walk(root)):
+        if name.endswith(".py"):
+            yield name, (root / name).read_bytes()
 
 
 def project_files(project: Path) -> list[str]:
@@ -72,10 +73,9 @@ def project_files(project: Path) -> list[str]:
     return kept
 
 
-def largest(project: Path) -> list[tuple[str, int]]:
-    """The largest files that would travel, and their bytes: what an ignore file should name."""
-    sizes = [(name, (project / name).stat().st_size) for name in project_files(project)]
-    return sorted(sizes, key=lambda each: -each[1])[:LARGEST_SHOWN]
+def mode_of(path: Path) -> int:
+    """The rights with which a file travels: whoever the user is there, all that matters is kept."""
+    return 0o755 if os.access(path, os.X_OK) else 0o644
 
 
 def ignored(name: str, patterns: Iterable[str]) -> bool:
@@ -127,9 +127,10 @@ def _tracked(project: Path) -> list[str] | None:
 def _walk(project: Path) -> Iterator[str]:
     for folder, folders, files in os.walk(project):
         folders[:] = sorted(set(folders) - NEVER)
+        within = os.path.relpath(folder, project)
         for name in files:
             if not name.endswith((".pyc", ".pyo")):
-                yield str((Path(folder) / name).relative_to(project))
+                yield name if within == os.curdir else f"{within}/{name}"
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes, mode: int) -> None:

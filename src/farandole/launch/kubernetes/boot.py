@@ -39,11 +39,14 @@ def command() -> list[str]:
     return ["python3", "-u", "-c", BOOTSTRAP]
 
 
-def arguments(submission: model.Submission, peers: str, role: str = "node") -> list[str]:
+def arguments(
+    submission: model.Submission, peers: str, role: str = "node", **more: object
+) -> list[str]:
     """The arguments of :data:`BOOTSTRAP`: every path, port and address that the pod uses.
 
     ``role``: ``node`` (finds the others and runs ranks), ``ssh-server`` (waits to be told by ssh),
-    or ``launcher`` (starts ranks on the hosts of the file ``peers``).
+    or ``launcher`` (starts ranks on the hosts of the file ``peers``). ``more``: what this role
+    needs to be told besides.
     """
     spec = submission.spec
     told = {
@@ -62,6 +65,7 @@ def arguments(submission: model.Submission, peers: str, role: str = "node") -> l
         "time_limit": spec.time_limit,
         "grace": submission.grace,
         "fork": spec.fork,
+        **more,
     }
     return [JOB_FOLDER, WORK_FOLDER, json.dumps(told)]
 

@@ -8,12 +8,14 @@ object is there already, it was made by the request whose answer was lost.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import tempfile
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
-from farandole.core.errors import MissingExtraError, SetupError
+from farandole.core.errors import FarandoleError, MissingExtraError, SetupError
 from farandole.launch.kubernetes import naming
 from farandole.launch.kubernetes.cluster import Expired, Refused, Unreachable
 from farandole.launch.kubernetes.kinds import POD, Kind, kind_of
@@ -23,8 +25,25 @@ PATIENCE = 15.0
 FIRST_PAUSE = 0.2
 WATCH_SECONDS = 240
 """How long the server keeps a watch before it is begun anew."""
+QUIET = 300.0
+"""Seconds without a line after which a stream is begun anew: after a laptop's sleep the other end
+may be long gone, of which nobody tells."""
+_NO_WORDS = "These are no words of Kubernetes: perhaps a proxy answered."
+_REVIEWS = "authorization.k8s.io/v1"
 
 ResultT = TypeVar("ResultT")
+
+
+@contextlib.contextmanager
+def leaving_no_keys() -> Iterator[None]:
+    """Removes the files into which kr8s copies a kubeconfig's keys and certificates."""
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="farandole-") as folder:
+        tempfile.tempdir = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
 
 
 async def connect(context: str | None = None, namespace: str | None = None) -> KubeCluster:
@@ -35,6 +54,7 @@ async def connect(context: str | None = None, namespace: str | None = None) -> K
     """
     try:
         import kr8s.asyncio
+        import yaml
     except ImportError:
         raise MissingExtraError(
             "Clusters are reached with the package kr8s, which is not installed: "
@@ -47,9 +67,13 @@ async def connect(context: str | None = None, namespace: str | None = None) -> K
             api = await _again(
                 lambda: kr8s.asyncio.api(context=context, namespace=namespace), "connect"
             )
-    except (ValueError, KeyError, OSError) as error:
+    except FarandoleError:
+        raise
+    except (ValueError, KeyError, OSError, RuntimeError, yaml.YAMLError) as error:
+        # RuntimeError: a plugin that logs in has failed.
+        why = " ".join(str(error).split())
         raise SetupError(
-            f"There is no cluster to talk to: {error}. `kubectl config get-contexts` shows those "
+            f"There is no cluster to talk to: {why}. `kubectl config get-contexts` shows those "
             "that this machine knows; choose one with --context, or set KUBECONFIG."
         ) from None
     return KubeCluster(api)
@@ -86,10 +110,20 @@ class KubeCluster:
             raise
         return any(each["name"] == kind.plural for each in said["resources"])
 
+    async def rules(self) -> list[Manifest]:
+        """See :class:`Cluster`."""
+        asked = {
+            "apiVersion": _REVIEWS,
+            "kind": "SelfSubjectRulesReview",
+            "spec": {"namespace": self.namespace},
+        }
+        said = await self._ask("POST", "selfsubjectrulesreviews", version=_REVIEWS, body=asked)
+        return said["status"].get("resourceRules") or []
+
     async def allowed(self, verb: str, kind: Kind, subresource: str = "") -> bool:
         """See :class:`Cluster`."""
         asked = {
-            "apiVersion": "authorization.k8s.io/v1",
+            "apiVersion": _REVIEWS,
             "kind": "SelfSubjectAccessReview",
             "spec": {
                 "resourceAttributes": {
@@ -101,9 +135,7 @@ class KubeCluster:
                 }
             },
         }
-        said = await self._ask(
-            "POST", "selfsubjectaccessreviews", version="authorization.k8s.io/v1", body=asked
-        )
+        said = await self._ask("POST", "selfsubjectaccessreviews", version=_REVIEWS, body=asked)
         return bool(said["status"]["allowed"])
 
     async def create(self, manifest: Manifest, *, dry_run: bool = False) -> Manifest:
@@ -229,7 +261,7 @@ class KubeCluster:
         content_type: str = "application/json",
         lost: list[Exception] | None = None,
     ) -> Manifest:
-        async def once() -> Manifest:
+        async def send(*, log_in: bool) -> Any:
             async with self._api.call_api(
                 method,
                 version=version if kind is None else kind.api,
@@ -239,9 +271,22 @@ class KubeCluster:
                 params=params or {},
                 content=None if body is None else json.dumps(body),
                 headers={"content-type": content_type},
+                raise_for_status=log_in,
             ) as response:
+                return response
+
+        async def once() -> Manifest:
+            # kr8s would log in anew after a 403 too, and cut off what others ask meanwhile.
+            response = await send(log_in=False)
+            if response.status_code == 401:
+                response = await send(log_in=True)
+            if response.is_error:
+                raise _of_response(response)
+            try:
                 said: Manifest = response.json()
-                return said
+            except ValueError:
+                raise Refused(_NO_WORDS) from None
+            return said
 
         return await _again(once, f"{method} {url}", lost)
 
@@ -260,12 +305,15 @@ class KubeCluster:
                 url=url,
                 params=params,
                 stream=True,
-                timeout=httpx.Timeout(10.0, read=None),
+                timeout=httpx.Timeout(10.0, read=QUIET),
             ) as response:
                 async for line in response.aiter_lines():
                     yield line
         except kr8s.ServerError as error:
-            raise _of_server(error) from None
+            refusal = _of_server(error)
+            if whole and refusal.code >= 500:  # the server cannot reach the node
+                raise Unreachable(refusal.message) from None
+            raise refusal from None
         except (httpx.TransportError, kr8s.APITimeoutError) as error:
             if whole:
                 raise Unreachable(f"The connection broke off ({type(error).__name__}).") from None
@@ -285,8 +333,8 @@ async def _again(
     while True:
         try:
             return await ask()
-        except kr8s.ServerError as error:
-            refusal = _of_server(error)
+        except (Refused, kr8s.ServerError) as error:
+            refusal = error if isinstance(error, Refused) else _of_server(error)
             if refusal.code not in (429, 500, 502, 503, 504) or loop.time() + pause > end:
                 raise refusal from None
         except (httpx.TransportError, kr8s.APITimeoutError) as error:
@@ -302,21 +350,29 @@ async def _again(
 
 
 def _of_server(error: Any) -> Refused:
-    status: Manifest = {"message": str(error).partition("\n")[0]}
-    if isinstance(error.status, dict):
-        status |= error.status
-    elif error.response is not None:
-        status["code"] = error.response.status_code
-        try:
-            status |= error.response.json()
-        except ValueError:
-            status["reason"] = "no words of Kubernetes: perhaps a proxy answered"
+    if error.response is not None:
+        return _of_response(error.response)
+    return Refused(str(error).partition("\n")[0])
+
+
+def _of_response(response: Any) -> Refused:
+    status: Manifest = {
+        "message": f"HTTP {response.status_code} {response.reason_phrase}",
+        "code": response.status_code,
+    }
+    try:
+        said = response.json()
+    except ValueError:
+        said = None
+    if isinstance(said, dict) and said.get("kind") == "Status":
+        status |= said
+    else:
+        status["message"] += f": {_NO_WORDS}"
     return _refusal(status)
 
 
 def _refusal(status: Manifest) -> Refused:
-    return Refused(
-        status.get("message") or "it gave no reason",
-        code=int(status.get("code", 0)),
-        reason=status.get("reason", ""),
-    )
+    code, said = int(status.get("code", 0)), status.get("message") or "it gave no reason"
+    if code == 401:
+        said = f"The cluster does not know you ({said}). Log in again, or choose a --context."
+    return Refused(said, code=code, reason=status.get("reason", ""))

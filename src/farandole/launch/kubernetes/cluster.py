@@ -51,6 +51,14 @@ class Cluster(Protocol):
         """Whether the server knows objects of this kind."""
         ...
 
+    async def rules(self) -> list[Manifest]:
+        """What this user may do in the namespace, as rules of a Role; perhaps not all of them.
+
+        Servers that ask others (a cloud's own rights) do not know all rules: what is not among
+        them has to be asked for by :meth:`allowed`.
+        """
+        ...
+
     async def allowed(self, verb: str, kind: Kind, subresource: str = "") -> bool:
         """Whether this user may do ``verb`` with objects of ``kind`` in the namespace."""
         ...
@@ -105,7 +113,7 @@ def say(kind: Kind, verb: str, error: Refused) -> str:
     """What was refused and what to do, in one line."""
     what = f"{verb} {kind.plural}"
     if error.code == 401:
-        return f"The cluster does not know you ({error.message}). Log in, or choose a --context."
+        return error.message
     if error.code == 403:
         return (
             f"You may not {what} in this namespace: {error.message} Ask for the rights of "

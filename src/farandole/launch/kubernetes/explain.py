@@ -17,6 +17,12 @@ ENDED, HELD_UP, DOUBTFUL = 300, 200, 100
 """Weights: of what has ended the job, what keeps it from running, and what only may matter."""
 
 USER_ERROR, TRY_AGAIN, SAVED = 64, 75, 143
+_BUS_ERROR = 135
+"""How a process ends that writes to memory for which /dev/shm has no room."""
+_FULL_SHM = re.compile(r"Bus error|unable to \w+ shared memory|shared memory segment /dev/shm")
+"""What torch and NCCL say when it has no room."""
+_SHM_FULL = "/dev/shm was full"
+_MORE_SHM = "Raise `shm` (and `memory`, of which it is a part), or use fewer data workers."
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,7 @@ def _missing_object(message: str, where: str) -> Cause:
 
 
 def _mounts(evidence: Evidence) -> Iterator[Cause]:
-    for message in _messages(evidence, "FailedMount", "FailedAttachVolume"):
+    for message in _while_pending(evidence, "FailedMount", "FailedAttachVolume"):
         attached = "Multi-Attach" in message or "already exclusively attached" in message
         remedy = (
             "Its volume can be mounted by one node only: use one that is ReadWriteMany."
@@ -186,6 +192,17 @@ def _mounts(evidence: Evidence) -> Iterator[Cause]:
             else "Look at `kubectl describe pvc`, and at the driver of its storage class."
         )
         yield Cause(HELD_UP + 10, f"A volume cannot be mounted: {message.rstrip('.')}", remedy)
+
+
+def _sandboxes(evidence: Evidence) -> Iterator[Cause]:
+    for message in _while_pending(evidence, "FailedCreatePodSandBox"):
+        # What went wrong stands behind the names of all who pass it on, and of the sandbox.
+        said = message.rpartition('": ')[2].rstrip(".")
+        yield Cause(
+            HELD_UP + 15,
+            f"The node cannot start any container of the pod: {said}",
+            "Its network plugin or container runtime is ill: ask who runs the cluster.",
+        )
 
 
 def _claims(evidence: Evidence) -> Iterator[Cause]:
@@ -283,12 +300,7 @@ def _evicted(evidence: Evidence) -> Iterator[Cause]:
         message = status.get("message", "")
         if status.get("reason") == "Evicted":
             if "EmptyDir" in message or "emptyDir" in message:
-                yield Cause(
-                    ENDED + 50,
-                    "/dev/shm was full",
-                    "Raise `shm` (and `memory`, of which it is a part), or use fewer data workers.",
-                    _name(pod),
-                )
+                yield Cause(ENDED + 50, _SHM_FULL, _MORE_SHM, _name(pod))
             else:
                 yield Cause(ENDED, f"The pod was evicted: {message}", "", _name(pod))
         elif status.get("reason") == "UnexpectedAdmissionError":
@@ -318,7 +330,8 @@ def _terminated(evidence: Evidence) -> Iterator[Cause]:
 
 def _ending(evidence: Evidence, pod: Manifest, state: Manifest, weight: int) -> Iterator[Cause]:
     code = state.get("exitCode", 0)
-    words = _last_words(evidence.logs.get(_name(pod), "") or state.get("message", ""))
+    said = evidence.logs.get(_name(pod), "") or state.get("message", "")
+    words = _last_words(said)
     if state.get("reason") == "OOMKilled":
         limit = pod["spec"]["containers"][0].get("resources", {}).get("limits", {}).get("memory")
         yield Cause(
@@ -327,6 +340,15 @@ def _ending(evidence: Evidence, pod: Manifest, state: Manifest, weight: int) -> 
             "Raise `memory`; /dev/shm counts too, as do data workers and each rank's copy.",
             _name(pod),
         )
+    elif state.get("reason") in ("StartError", "ContainerCannotRun"):
+        missing = re.search(r'exec: "([^"]+)"', words)
+        yield Cause(
+            weight + 30,
+            f"The image has no {missing[1]} on its PATH" if missing
+            else f"The container cannot be started: {words}",
+            "Use an image with Python and torch.",
+            _name(pod),
+        )  # fmt: skip
     elif code == USER_ERROR and "time limit" in words:
         yield Cause(weight + 30, "The job's time was up", "Raise `time_limit`.", _name(pod))
     elif code == USER_ERROR:
@@ -350,6 +372,14 @@ def _ending(evidence: Evidence, pod: Manifest, state: Manifest, weight: int) -> 
             "Were all of them running? Does a network policy or a mesh keep them apart?",
             _name(pod),
         )
+    elif code == _BUS_ERROR or _FULL_SHM.search(said):
+        yield Cause(weight + 30, _SHM_FULL, _MORE_SHM, _name(pod))
+    elif "No space left on device" in said:
+        yield Cause(
+            weight + 30, f"/dev/shm or a disk was full: {words}",
+            "Raise `shm` (and `memory`, of which it is a part), or use a larger volume.",
+            _name(pod),
+        )  # fmt: skip
     elif code == 137:
         yield Cause(
             weight,
@@ -376,7 +406,7 @@ def _owner_failed(evidence: Evidence) -> Iterator[Cause]:
 
 Rule = Callable[[Evidence], Iterable[Cause]]
 _RULES: tuple[Rule, ...] = (
-    _unschedulable, _waiting, _mounts, _claims, _admission, _queue, _stopped,
+    _unschedulable, _waiting, _mounts, _sandboxes, _claims, _admission, _queue, _stopped,
     _disrupted, _evicted, _terminated, _owner_failed,
 )  # fmt: skip
 
@@ -408,6 +438,16 @@ def _terminated_state(container: Manifest) -> Manifest:
 
 def _messages(evidence: Evidence, *reasons: str) -> list[str]:
     return [each.get("message", "") for each in evidence.events if each.get("reason") in reasons]
+
+
+def _while_pending(evidence: Evidence, *reasons: str) -> list[str]:
+    """Messages about pods that have not started: what went wrong before others did is over."""
+    started = {_name(pod) for pod in evidence.pods if pod["status"].get("phase") != "Pending"}
+    return [
+        each.get("message", "")
+        for each in evidence.events
+        if each.get("reason") in reasons and each["involvedObject"]["name"] not in started
+    ]
 
 
 def _pod_spec(evidence: Evidence) -> Manifest:

@@ -8,6 +8,7 @@ of earlier times, and of the last time as many as there were.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -76,12 +77,24 @@ def _comparable(time: str) -> str:
     return f"{whole}.{rest:0<9}"
 
 
-async def past(cluster: Cluster, name: str) -> list[Line]:
-    """All lines of all pods that are there, earlier attempts too, in the order of their times."""
+async def past(cluster: Cluster, name: str, say: Callable[[str], None]) -> list[Line]:
+    """All lines of all pods that are there, earlier attempts too, in the order of their times.
+
+    Pods whose node does not answer are left out; ``say`` is told so. Raises ``Unreachable`` when
+    that is all of them.
+    """
     pods, _ = await cluster.find(kinds.POD, naming.selector(name))
     found: list[Line] = []
+    unread: list[Unreachable] = []
     for pod in pods:
-        found += await whole(cluster, pod)
+        try:
+            found += await whole(cluster, pod)
+        except Unreachable as error:  # noqa: PERF203 - the others are read all the same
+            unread.append(error)
+    if unread and len(unread) == len(pods):
+        raise unread[0]
+    for each in unread:
+        say(str(each))
     return sorted(found, key=lambda line: (_comparable(line.time), line.index))
 
 
@@ -90,20 +103,24 @@ async def whole(cluster: Cluster, pod: Manifest) -> list[Line]:
     tail = Tail()
     found: list[Line] = []
     for _ in range(ATTEMPTS):
-        if await _read_on(cluster, pod, tail, found):
+        broken = await _read_on(cluster, pod, tail, found)
+        if broken is None:
             return found
         await asyncio.sleep(PAUSE)
-    raise Unreachable(f"The log of {pod['metadata']['name']} breaks off again and again.")
+    name, node = pod["metadata"]["name"], pod["spec"].get("nodeName", "its node")
+    raise Unreachable(f"The log of {name} on {node} cannot be read to its end: {broken}")
 
 
-async def _read_on(cluster: Cluster, pod: Manifest, tail: Tail, found: list[Line]) -> bool:
-    """Add what ``tail`` has not seen; whether that was all."""
+async def _read_on(
+    cluster: Cluster, pod: Manifest, tail: Tail, found: list[Line]
+) -> Unreachable | None:
+    """Add what ``tail`` has not seen; ``None`` when that was all."""
     try:
         async for line in read(cluster, pod, tail):
             found.append(line)  # noqa: PERF401 - what came before a break counts
-    except Unreachable:
-        return False
-    return True
+    except Unreachable as error:
+        return error
+    return None
 
 
 async def follow(
@@ -128,11 +145,16 @@ async def _watch(
     readers: dict[str, asyncio.Task[None]] = {}
     try:
         while True:
-            pods, _ = await cluster.find(kinds.POD, naming.selector(name))
+            pods: list[Manifest] = []
+            with contextlib.suppress(Unreachable):  # for as long as the user has patience
+                pods, _ = await cluster.find(kinds.POD, naming.selector(name))
             for pod in pods:
                 key = pod["metadata"]["name"]
                 if key not in readers and _has_log(pod):
                     readers[key] = asyncio.create_task(_pump(cluster, pod, lines))
+            for reader in readers.values():
+                if reader.done():
+                    reader.result()  # what it was refused is not to look like an empty log
             if over() and all(reader.done() for reader in readers.values()):
                 break
             await asyncio.sleep(PAUSE)
@@ -148,19 +170,24 @@ async def _pump(cluster: Cluster, pod: Manifest, lines: asyncio.Queue[Line | Non
     tail = Tail()
     name = pod["metadata"]["name"]
     ended = False
-    while True:
+    attempts = 0
+    while attempts < ATTEMPTS:
         broken = False
         try:
             now = await cluster.get(kinds.POD, name)
             ended = now is None or now["status"].get("phase") in ("Succeeded", "Failed")
             async for line in read(cluster, pod, tail, follow=True):
                 lines.put_nowait(line)
-        except Refused:
-            pass  # no log yet, or no longer
+        except Refused as error:
+            if error.code != 429 and error.code < 500:
+                raise
+            broken = True
         except (Unreachable, Expired):
             broken = True  # there may be more, although the pod has ended
-        if ended and not broken:
-            return
+        if ended:
+            if not broken:
+                return
+            attempts += 1  # its node may be gone, and the rest of its output with it
         await asyncio.sleep(PAUSE)
 
 
@@ -172,9 +199,14 @@ async def read(
     tail.begin()
     name = pod["metadata"]["name"]
     container = pod["spec"]["containers"][0]["name"]
-    async for time, text in cluster.log(name, container, since=tail.since, follow=follow):
-        if tail.accept(time):
-            yield Line(time, standing.index_of(pod), name, text)
+    try:
+        async for time, text in cluster.log(name, container, since=tail.since, follow=follow):
+            if tail.accept(time):
+                yield Line(time, standing.index_of(pod), name, text)
+    except Refused as error:
+        if error.code not in (400, 404):
+            raise
+        # Its container has not started, or the pod is gone: there is nothing to read.
 
 
 def _has_log(pod: Manifest) -> bool:

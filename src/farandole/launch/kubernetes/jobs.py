@@ -60,20 +60,30 @@ async def everything(cluster: Cluster) -> list[Found]:
 
 
 async def _owners(cluster: Cluster) -> list[tuple[kinds.Kind, Manifest]]:
-    """What runs jobs, of every backend that the cluster and the user's rights know."""
+    """What runs jobs, of every backend that the cluster and the user's rights know.
 
-    async def of(kind: kinds.Kind) -> list[tuple[kinds.Kind, Manifest]]:
+    Raises ``Refused`` when nothing is found, and the user may not see Jobs.
+    """
+
+    async def of(kind: kinds.Kind) -> list[Manifest] | Refused:
         try:
-            found, _ = await cluster.find(kind, naming.EVERY_JOB)
+            return (await cluster.find(kind, naming.EVERY_JOB))[0]
         except Refused as error:
             # An operator that is not installed, or whose jobs are not this user's business.
-            if error.code == 404 or (error.code == 403 and kind is not kinds.JOB):
-                return []
+            if error.code in (403, 404):
+                return error
             raise
-        return [(kind, each) for each in found]
 
-    parts = await asyncio.gather(*(of(kind) for kind in kinds.OWNERS.values()))
-    owners = [each for part in parts for each in part]
+    found = await asyncio.gather(*(of(kind) for kind in kinds.OWNERS.values()))
+    owners = [
+        (kind, each)
+        for kind, part in zip(kinds.OWNERS.values(), found, strict=True)
+        if not isinstance(part, Refused)
+        for each in part
+    ]
+    of_jobs = found[list(kinds.OWNERS).index("job")]
+    if not owners and isinstance(of_jobs, Refused):
+        raise of_jobs
     # A JobSet's own Jobs have its labels, and an owner.
     return [each for each in owners if not _is_owned(each[1])]
 
@@ -128,11 +138,20 @@ async def events(cluster: Cluster, found: Found) -> list[Manifest]:
     mine = {found.owner["metadata"]["uid"]} | {pod["metadata"]["uid"] for pod in found.pods}
     all_events, _ = await cluster.find(kinds.EVENT)
     about = [each for each in all_events if each.get("involvedObject", {}).get("uid") in mine]
-    return sorted(about, key=lambda each: each.get("lastTimestamp") or each.get("eventTime") or "")
+    return sorted(about, key=when)
+
+
+def when(event: Manifest) -> str:
+    """When something happened last, to the second: some events tell no more, and texts of two
+    lengths would not sort."""
+    told = event.get("lastTimestamp") or event.get("eventTime") or ""
+    return f"{told[:19]}Z" if told else ""
 
 
 async def why(cluster: Cluster, found: Found) -> list[explain.Cause]:
     """Why a job does not run or has failed, most likely cause first."""
+    if found.standing.state == "succeeded":
+        return []  # what had gone wrong on the way was made good
     happened, workloads, claims, logs = await asyncio.gather(
         events(cluster, found), _workloads(cluster, found), _claims(cluster, found),
         _last_words(cluster, found.pods),

@@ -30,7 +30,7 @@ def jobset(submission: Submission) -> Manifest:
             "suspend": True,
             "ttlSecondsAfterFinished": int(spec.keep),
             "successPolicy": {"operator": "All", "targetReplicatedJobs": [REPLICATED_JOB]},
-            "failurePolicy": {"maxRestarts": spec.retries, "rules": _rules()},
+            "failurePolicy": failure_policy(spec.retries),
             "replicatedJobs": [
                 {
                     "name": REPLICATED_JOB,
@@ -62,14 +62,14 @@ def peers(submission: Submission, replicated_job: str = REPLICATED_JOB) -> str:
     return f"{submission.name}-{replicated_job}-0-{{}}.{submission.name}"
 
 
-def _rules() -> list[Manifest]:
+def failure_policy(retries: int) -> Manifest:
+    """What the end of the Job within the set means."""
     by_policy = {"onJobFailureReasons": ["PodFailurePolicy"]}
-    return [
-        {
-            "name": "userError",
-            "action": "FailJobSet",
-            **by_policy,
-            "onJobFailureMessagePatterns": [f".*exit code {job.USER_ERROR} .*"],
-        },
-        {"name": "disruption", "action": "RestartJobSetAndIgnoreMaxRestarts", **by_policy},
-    ]
+    user_error = {
+        "name": "userError",
+        "action": "FailJobSet",
+        **by_policy,
+        "onJobFailureMessagePatterns": [f".*exit code {job.USER_ERROR} .*"],
+    }
+    disruption = {"name": "disruption", "action": "RestartJobSetAndIgnoreMaxRestarts", **by_policy}
+    return {"maxRestarts": retries, "rules": [user_error, disruption]}

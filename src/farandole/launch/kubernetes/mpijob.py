@@ -1,7 +1,9 @@
 """Backend ``mpijob``: an MPIJob v2beta1; its launcher runs ``farandole run`` over ssh.
 
 The MPI Operator gives every pod an ssh key and writes the host file; the image has to have an ssh
-server and client. The launcher starts when all workers are ready, which their ssh servers tell.
+server and client. The launcher waits for the workers' ssh servers by itself: the operator counts
+those that are ready at the time at which it creates the launcher, and for a job that begins
+suspended, as ours do, that is before there are any.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from farandole.launch.kubernetes import boot, companions, gang, pod
 from farandole.launch.kubernetes.submission import Manifest, Submission
 
 HOST_FILE = "/etc/mpi/hostfile"
-KEYS = "/root/.ssh"
-SSH_PORT = 22
+KEYS = "/farandole/ssh"
+SSH_PORT = 2222
 
 
 def render(submission: Submission) -> list[Manifest]:
@@ -59,11 +61,14 @@ def mpijob(submission: Submission) -> Manifest:
     return owner
 
 
+_SSH = {"ssh_keys": KEYS, "ssh_port": SSH_PORT}
+
+
 def _make_worker(template: Manifest, submission: Submission) -> None:
     """A worker is an ssh server; the replica's restart policy counts, not the template's."""
     del template["spec"]["restartPolicy"]
     container = template["spec"]["containers"][0]
-    container["args"] = boot.arguments(submission, HOST_FILE, "ssh-server")
+    container["args"] = boot.arguments(submission, HOST_FILE, "ssh-server", **_SSH)
     container["ports"] = [{"name": "ssh", "containerPort": SSH_PORT}]
     container["readinessProbe"] = {"tcpSocket": {"port": SSH_PORT}, "initialDelaySeconds": 2}
 
@@ -74,7 +79,7 @@ def _make_launcher(template: Manifest, submission: Submission) -> None:
     template["spec"].pop("affinity", None)
     container = template["spec"]["containers"][0]
     container["name"] = "launcher"
-    container["args"] = boot.arguments(submission, HOST_FILE, "launcher")
+    container["args"] = boot.arguments(submission, HOST_FILE, "launcher", **_SSH)
     del container["ports"]
     container["resources"] = {
         "requests": {"cpu": "1", "memory": "2Gi"},

@@ -29,7 +29,8 @@ _ANNOTATIONS = {
 }
 _GPU = "nvidia.com/gpu"
 _SHM_LIMIT = 64 * 2**30
-_USER = 1000
+USER = 1000
+"""Whom `restricted` pods run as, and images that we build."""
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18,
           "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60}  # fmt: skip
 
@@ -128,10 +129,12 @@ def _container(submission: Submission, name: str, peers: str) -> Manifest:
 
 def _env(submission: Submission) -> list[Manifest]:
     plain: Mapping[str, str] = {"PYTHONUNBUFFERED": "1", "NCCL_DEBUG": "WARN", **submission.env}
-    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     fields = {"FARANDOLE_POD_IP": "status.podIP", "FARANDOLE_POD": "metadata.name"}
     if submission.spec.backend != "mpijob":
-        fields["FARANDOLE_NODE"] = index
+        fields["FARANDOLE_NODE"] = _noted("job-completion-index")
+    if submission.spec.elastic:
+        fields["FARANDOLE_FAILURES"] = _noted("job-index-failure-count")
+        fields["FARANDOLE_DISRUPTIONS"] = _noted("job-index-ignored-failure-count")
     return [
         *({"name": name, "value": value} for name, value in plain.items()),
         *(
@@ -150,6 +153,11 @@ def _env(submission: Submission) -> list[Manifest]:
             for name, each in submission.spec.secret_env.items()
         ),
     ]
+
+
+def _noted(name: str) -> str:
+    """Where a pod finds what the Job controller notes on it; it is empty when there is nothing."""
+    return f"metadata.annotations['batch.kubernetes.io/{name}']"
 
 
 def gpu_resource(submission: Submission) -> str:
@@ -226,8 +234,8 @@ def _claims(submission: Submission) -> list[tuple[str, str, str, str, bool]]:
 def _security_of_pod(submission: Submission) -> Manifest:
     context: Manifest = {"seccompProfile": {"type": "RuntimeDefault"}}
     if submission.spec.restricted:
-        context |= {"runAsNonRoot": True, "runAsUser": _USER, "runAsGroup": _USER,
-                    "fsGroup": _USER}  # fmt: skip
+        context |= {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER,
+                    "fsGroup": USER}  # fmt: skip
     return {"securityContext": context}
 
 

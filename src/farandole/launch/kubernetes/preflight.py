@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from farandole.core.errors import SetupError
 from farandole.launch.cluster import claim_of
 from farandole.launch.kubernetes import gang, kinds, pod, rights
-from farandole.launch.kubernetes.cluster import Cluster, Refused
+from farandole.launch.kubernetes.cluster import Cluster
+from farandole.launch.kubernetes.rights import Right
 from farandole.launch.kubernetes.submission import Manifest, Submission
 
 OLDEST = (1, 29)
@@ -16,10 +19,11 @@ OLDEST_ELASTIC = (1, 31)
 
 async def check(cluster: Cluster, submission: Submission) -> None:
     """Raise ``SetupError`` with all that stands in the way of a job; nothing was created."""
-    problems = await _of_the_cluster(cluster, submission)
+    problems, rules = await asyncio.gather(_of_the_cluster(cluster, submission), cluster.rules())
     if not problems:
+        user = _User(cluster, rules)
         found = await asyncio.gather(
-            _rights(cluster, submission), _objects(cluster, submission), _quota(cluster, submission)
+            _rights(user, submission), _objects(user, submission), _quota(user, submission)
         )
         problems = [problem for part in found for problem in part]
     if problems:
@@ -30,9 +34,24 @@ async def check(cluster: Cluster, submission: Submission) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _User:
+    """Who submits: the cluster as seen by one who may not do everything in it."""
+
+    cluster: Cluster
+    rules: Sequence[Manifest]
+
+    async def may(self, verb: str, right: Right) -> bool:
+        """Whether the user may: by the rules, which are known, else by asking for this one."""
+        return rights.granted(self.rules, verb, right) or await self.cluster.allowed(
+            verb, right.kind, right.subresource
+        )
+
+
 async def _of_the_cluster(cluster: Cluster, submission: Submission) -> list[str]:
     spec = submission.spec
-    version = await cluster.version()
+    kind = kinds.OWNERS[spec.backend]
+    version, serves = await asyncio.gather(cluster.version(), cluster.serves(kind))
     oldest = OLDEST_ELASTIC if spec.elastic else OLDEST
     if version < oldest:
         why = " for an elastic job" if spec.elastic else ""
@@ -40,8 +59,7 @@ async def _of_the_cluster(cluster: Cluster, submission: Submission) -> list[str]
             f"Kubernetes {version[0]}.{version[1]} is too old: {oldest[0]}.{oldest[1]} or later is "
             f"needed{why}."
         ]
-    kind = kinds.OWNERS[spec.backend]
-    if not await cluster.serves(kind):
+    if not serves:
         operator = kinds.OPERATORS.get(spec.backend, kind.api)
         return [
             f"The cluster has no {kind.name}s ({kind.api}): install {operator}, or use "
@@ -50,13 +68,11 @@ async def _of_the_cluster(cluster: Cluster, submission: Submission) -> list[str]
     return []
 
 
-async def _rights(cluster: Cluster, submission: Submission) -> list[str]:
+async def _rights(user: _User, submission: Submission) -> list[str]:
     wanted = [
         (verb, right) for right in rights.needed(submission.spec.backend) for verb in right.verbs
     ]
-    allowed = await asyncio.gather(
-        *(cluster.allowed(verb, right.kind, right.subresource) for verb, right in wanted)
-    )
+    allowed = await asyncio.gather(*(user.may(verb, right) for verb, right in wanted))
     missing = [
         f"{verb} {right.resource}"
         for (verb, right), may in zip(wanted, allowed, strict=True)
@@ -70,7 +86,7 @@ async def _rights(cluster: Cluster, submission: Submission) -> list[str]:
     ]
 
 
-async def _objects(cluster: Cluster, submission: Submission) -> list[str]:
+async def _objects(user: _User, submission: Submission) -> list[str]:
     """Objects that the job names and that are not there, as far as one may look."""
     spec = submission.spec
     claims = [
@@ -87,7 +103,7 @@ async def _objects(cluster: Cluster, submission: Submission) -> list[str]:
     ]
     if gang.kind_of(spec) == "kueue" and spec.queue:
         named.append((kinds.QUEUE, spec.queue, "LocalQueue (`queue`)"))
-    found = await asyncio.gather(*(_is_there(cluster, kind, name) for kind, name, _ in named))
+    found = await asyncio.gather(*(_is_there(user, kind, name) for kind, name, _ in named))
     problems = []
     for (kind, name, what), thing in zip(named, found, strict=True):
         if thing is None:
@@ -97,13 +113,10 @@ async def _objects(cluster: Cluster, submission: Submission) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
-async def _is_there(cluster: Cluster, kind: kinds.Kind, name: str) -> Manifest | None:
-    try:
-        return await cluster.get(kind, name)
-    except Refused as error:
-        if error.code == 403:
-            return {}  # who may not look finds out when the pods do
-        raise
+async def _is_there(user: _User, kind: kinds.Kind, name: str) -> Manifest | None:
+    if not await user.may("get", Right(kind, ("get",))):
+        return {}  # who may not look finds out when the pods do
+    return await user.cluster.get(kind, name)
 
 
 def _one_node_only(name: str, claim: Manifest) -> list[str]:
@@ -116,11 +129,10 @@ def _one_node_only(name: str, claim: Manifest) -> list[str]:
     ]
 
 
-async def _quota(cluster: Cluster, submission: Submission) -> list[str]:
-    try:
-        quotas, _ = await cluster.find(kinds.QUOTA)
-    except Refused:
+async def _quota(user: _User, submission: Submission) -> list[str]:
+    if not await user.may("list", Right(kinds.QUOTA, ("list",))):
         return []  # it is the server that applies it, whether we may read it or not
+    quotas, _ = await user.cluster.find(kinds.QUOTA)
     spec = submission.spec
     nodes = spec.least_nodes
     wanted = {"pods": float(nodes), "count/jobs.batch": 1.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from farandole.launch.kubernetes import kinds
@@ -45,6 +46,18 @@ def needed(backend: str, *, queue: bool = False) -> tuple[Right, ...]:
         Right(kinds.POD, ("get", "list", "watch")),
         Right(kinds.POD, ("get",), "log"),
         Right(kinds.EVENT, ("list", "watch")),
+    )
+
+
+def granted(rules: Sequence[Manifest], verb: str, right: Right) -> bool:
+    """Whether ``rules`` (see ``Cluster.rules``) allow ``verb`` with every object of ``right``."""
+    fitting = {right.resource, "*", *([f"*/{right.subresource}"] if right.subresource else [])}
+    return any(
+        not rule.get("resourceNames")
+        and {verb, "*"} & set(rule["verbs"])
+        and {right.kind.group, "*"} & set(rule.get("apiGroups", ()))
+        and fitting & set(rule.get("resources", ()))
+        for rule in rules
     )
 
 

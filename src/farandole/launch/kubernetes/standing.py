@@ -12,6 +12,8 @@ from farandole.launch.kubernetes import naming
 from farandole.launch.kubernetes.submission import Manifest
 
 INDEX = "batch.kubernetes.io/job-completion-index"
+_REPLICA = "training.kubeflow.org/replica-index"
+"""Of an MPIJob's workers. Its launcher, of which there is one, has none."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,10 @@ def index_of(pod: Manifest) -> int:
     """Which node of the job a pod is."""
     metadata = pod["metadata"]
     for place in ("annotations", "labels"):
-        value = metadata.get(place, {}).get(INDEX)
-        if value is not None:
-            return int(value)
+        for key in (_REPLICA, INDEX):
+            value = metadata.get(place, {}).get(key)
+            if value is not None:
+                return int(value)
     return 0
 
 

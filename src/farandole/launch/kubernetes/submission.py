@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from farandole.launch.spec import JobSpec
+if TYPE_CHECKING:  # reading job files takes its time to import, and most commands read none
+    from farandole.launch.spec import JobSpec
 
 STORE_PORT = 29400
 """Where index 0 listens for the agents of the other pods."""
@@ -50,4 +51,6 @@ class Submission:
     @property
     def env(self) -> dict[str, str]:
         """The variables that the user gave."""
-        return {**self.spec.env, **self.extra_env}
+        limit = self.spec.stall_timeout
+        stall = {} if limit is None else {"FARANDOLE_STALL_TIMEOUT": f"{limit:g}"}
+        return {**stall, **self.spec.env, **self.extra_env}

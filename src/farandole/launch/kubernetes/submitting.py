@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from farandole.core.errors import FarandoleError, SetupError
 from farandole.launch.kubernetes import gang, kinds, render
 from farandole.launch.kubernetes.cluster import Cluster, Refused, Unreachable, say
@@ -11,9 +13,9 @@ from farandole.launch.kubernetes.submission import Manifest, Submission
 async def submit(cluster: Cluster, submission: Submission) -> None:
     """Create the job's objects and let it run.
 
-    The object that runs it is created first, suspended, so that it can own the others; it is
-    unsuspended when all are there, unless a queue decides that. Whatever fails on the way, what
-    was created is deleted again.
+    The object that runs it is created first, suspended, so that it can own the others, which are
+    created at the same time; it is unsuspended when all are there, unless a queue decides that.
+    Whatever fails on the way, what was created is deleted again.
 
     Raises ``SetupError``, which says what was refused.
     """
@@ -21,8 +23,7 @@ async def submit(cluster: Cluster, submission: Submission) -> None:
     kind = kinds.kind_of(made[0])
     owner = await _create(cluster, made[0])
     try:
-        for each in made[1:]:
-            await _create(cluster, render.own(each, owner))
+        await _create_all(cluster, [render.own(each, owner) for each in made[1:]])
         if gang.kind_of(submission.spec) != "kueue":
             await cluster.patch(kind, submission.name, suspension(kind, on=False))
     except BaseException as error:
@@ -50,6 +51,16 @@ def suspension(kind: kinds.Kind, *, on: bool) -> Manifest:
     if kind is kinds.MPIJOB:
         return {"spec": {"runPolicy": {"suspend": on}}}
     return {"spec": {"suspend": on}}
+
+
+async def _create_all(cluster: Cluster, manifests: list[Manifest]) -> None:
+    """Create them at the same time; when one is refused, the others have been answered too."""
+    answers = await asyncio.gather(
+        *(_create(cluster, each) for each in manifests), return_exceptions=True
+    )
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
 
 
 async def _create(cluster: Cluster, manifest: Manifest, *, dry_run: bool = False) -> Manifest:

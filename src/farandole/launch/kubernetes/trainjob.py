@@ -63,7 +63,7 @@ def runtime(submission: Submission, template: Manifest) -> Manifest:
             "mlPolicy": {"numNodes": nodes},
             "template": {
                 "spec": {
-                    "failurePolicy": {"maxRestarts": submission.spec.retries},
+                    "failurePolicy": jobset.failure_policy(submission.spec.retries),
                     "replicatedJobs": [
                         {
                             "name": CONTAINER,
