@@ -37,6 +37,10 @@ REST = {"shrink": 3.0, "spare": 8.0}
 """Seconds that all ranks train together before the next is lost. A spare gets ready meanwhile, on
 cores that are all in use."""
 
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Of all jobs. The second is for torchrun (2.13), which otherwise gives restarted ranks the store
+of those before, where Gloo finds the addresses of dead ones."""
+
 COMMON = f"""
 import json, os, signal, sys, time
 import torch
@@ -74,9 +78,17 @@ optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
 optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
 state = hvd.elastic.TorchState(model, optimizer, step=0, lost=0, full=0)
 
+first = True
+
+def committed(raised):
+    if first:
+        note("back", size=hvd.size(), lost=state.lost)
+
+state.on_commit(committed)
+
 @hvd.elastic.run
 def train(state):
-    global lost
+    global first, lost
     first = True
     began = time.monotonic()
     # All of them end at the same step: that of which all know that the last one is lost.
@@ -91,8 +103,6 @@ def train(state):
             state.lost += 1
         state.full = 0 if not whole else 1
         state.commit()
-        if first:
-            note("back", size=hvd.size(), lost=state.lost)
         first = False
 
 train(state)
@@ -122,7 +132,7 @@ for number in range(begin, begin + 4):
         os.replace("checkpoint.part", "checkpoint.pt")
     dist.barrier()
     if number == begin and times:
-        note("back", lost=times)
+        note("back", size=SIZE, lost=times)
 dist.destroy_process_group()
 """
 
@@ -149,7 +159,7 @@ def measure(way: str, size: int, kills: int) -> list[float]:
         done = subprocess.run(
             command(way, size, kills, script),
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **ENVIRONMENT},
             capture_output=True,
             text=True,
             timeout=LIMIT,
