@@ -6,8 +6,9 @@
 ``farandole submit --detach``: the checks beforehand, and all objects of a job, against the API
 server of the tests, which runs in this process, on this machine, and checks what it is sent
 against Kubernetes' schemas: its time is not taken off. Both begin with a Python that has imported
-nothing. Both turn about; one of each comes first and does not count. ``--json`` prints one line at
-the end: ``{"seconds": {"render": median, "submit": median}}``.
+nothing. Both turn about; one of each comes first and does not count. *Our own* is the processor's
+time of the command, in which the server has no part. ``--json`` prints one line at the end:
+``{"seconds": {"render": median, "render, our own": median, "submit": …}}``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -41,7 +43,7 @@ def main() -> None:
         seconds = measure(Path(folder), options.rounds)
     for name, times in seconds.items():
         least, most = min(times), max(times)
-        print(f"{name}: {statistics.median(times):.2f} s ({least:.2f} to {most:.2f})")
+        print(f"{name:16} {statistics.median(times):.2f} s ({least:.2f} to {most:.2f})")
     if options.json:
         medians = {name: round(statistics.median(times), 4) for name, times in seconds.items()}
         print(json.dumps({"seconds": medians}))
@@ -60,18 +62,21 @@ def measure(folder: Path, rounds: int) -> dict[str, list[float]]:
         variables = {**os.environ, "KUBECONFIG": str(server.kubeconfig(folder))}
         for name in COMMANDS:
             _seconds(name, project, variables)
-        seconds: dict[str, list[float]] = {name: [] for name in COMMANDS}
+        seconds: dict[str, list[float]] = {}
         for _ in range(rounds):
-            for name, times in seconds.items():
-                times.append(_seconds(name, project, variables))
+            for name in COMMANDS:
+                wall, own = _seconds(name, project, variables)
+                seconds.setdefault(name, []).append(wall)
+                seconds.setdefault(f"{name}, our own", []).append(own)
     finally:
         server.close()
     return seconds
 
 
-def _seconds(name: str, project: Path, variables: Mapping[str, str]) -> float:
+def _seconds(name: str, project: Path, variables: Mapping[str, str]) -> tuple[float, float]:
+    """From its start to its end, and of the processor."""
     words = [sys.executable, "-m", "farandole.cli.main", *COMMANDS[name]]
-    began = time.perf_counter()
+    began, used = time.perf_counter(), _used()
     done = subprocess.run(
         words,
         cwd=project,
@@ -84,7 +89,13 @@ def _seconds(name: str, project: Path, variables: Mapping[str, str]) -> float:
     took = time.perf_counter() - began
     if done.returncode != 0:
         raise SystemExit(f"{name} failed: {done.stderr}")
-    return took
+    return took, _used() - used
+
+
+def _used() -> float:
+    """Seconds of the processor that the commands so far have taken."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":

@@ -17,14 +17,12 @@ from typing import Any, TypeVar
 
 from farandole.core.errors import FarandoleError, MissingExtraError, SetupError
 from farandole.launch.kubernetes import naming
-from farandole.launch.kubernetes.cluster import Expired, Refused, Unreachable
+from farandole.launch.kubernetes.cluster import Refused, Unreachable
 from farandole.launch.kubernetes.kinds import POD, Kind, kind_of
 from farandole.launch.kubernetes.submission import Manifest
 
 PATIENCE = 15.0
 FIRST_PAUSE = 0.2
-WATCH_SECONDS = 240
-"""How long the server keeps a watch before it is begun anew."""
 QUIET = 300.0
 """Seconds without a line after which a stream is begun anew: after a laptop's sleep the other end
 may be long gone, of which nobody tells."""
@@ -167,7 +165,7 @@ class KubeCluster:
                 return None
             raise
 
-    async def find(self, kind: Kind, selector: str = "") -> tuple[list[Manifest], str]:
+    async def find(self, kind: Kind, selector: str = "") -> list[Manifest]:
         """See :class:`Cluster`."""
         found: list[Manifest] = []
         params: dict[str, str] = {"labelSelector": selector, "limit": "500"}
@@ -176,7 +174,7 @@ class KubeCluster:
             found += said["items"]
             more = said["metadata"].get("continue")
             if not more:
-                return found, said["metadata"].get("resourceVersion", "")
+                return found
             params["continue"] = more
 
     async def patch(self, kind: Kind, name: str, change: Manifest) -> Manifest:
@@ -205,25 +203,6 @@ class KubeCluster:
                 return False
             raise
         return True
-
-    async def watch(
-        self, kind: Kind, selector: str, since: str
-    ) -> AsyncIterator[tuple[str, Manifest]]:
-        """See :class:`Cluster`."""
-        params = {
-            "watch": "true",
-            "labelSelector": selector,
-            "resourceVersion": since,
-            "allowWatchBookmarks": "true",
-            "timeoutSeconds": str(WATCH_SECONDS),
-        }
-        async for line in self._stream(kind.plural, kind, params):
-            said = json.loads(line)
-            if said["type"] == "ERROR":
-                if said["object"].get("code") == 410:
-                    raise Expired
-                raise _refusal(said["object"])
-            yield said["type"], said["object"]
 
     async def log(
         self,

@@ -26,10 +26,6 @@ class Unreachable(SetupError):
     """The server did not answer, however often it was asked."""
 
 
-class Expired(Exception):
-    """A watch's place in history is gone: list anew."""
-
-
 class Cluster(Protocol):
     """One namespace of one cluster, by the rights of one user."""
 
@@ -74,8 +70,8 @@ class Cluster(Protocol):
         """An object; ``None`` when there is none of that name."""
         ...
 
-    async def find(self, kind: Kind, selector: str = "") -> tuple[list[Manifest], str]:
-        """The objects that labels select, and the place in history from which to watch on."""
+    async def find(self, kind: Kind, selector: str = "") -> list[Manifest]:
+        """The objects that labels select."""
         ...
 
     async def patch(self, kind: Kind, name: str, change: Manifest) -> Manifest:
@@ -84,13 +80,6 @@ class Cluster(Protocol):
 
     async def delete(self, kind: Kind, name: str) -> bool:
         """Delete an object and, in the background, what it owns; whether there was one."""
-        ...
-
-    def watch(self, kind: Kind, selector: str, since: str) -> AsyncIterator[tuple[str, Manifest]]:
-        """``ADDED``, ``MODIFIED`` or ``DELETED`` and the object, as it happens.
-
-        Ends when the connection does. Raises :class:`Expired` when ``since`` is too long ago.
-        """
         ...
 
     def log(

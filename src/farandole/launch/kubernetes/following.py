@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from farandole.launch.kubernetes import kinds, naming, standing
-from farandole.launch.kubernetes.cluster import Cluster, Expired, Refused, Unreachable
+from farandole.launch.kubernetes.cluster import Cluster, Refused, Unreachable
 from farandole.launch.kubernetes.submission import Manifest
 
 PAUSE = 1.0
@@ -83,7 +83,7 @@ async def past(cluster: Cluster, name: str, say: Callable[[str], None]) -> list[
     Pods whose node does not answer are left out; ``say`` is told so. Raises ``Unreachable`` when
     that is all of them.
     """
-    pods, _ = await cluster.find(kinds.POD, naming.selector(name))
+    pods = await cluster.find(kinds.POD, naming.selector(name))
     found: list[Line] = []
     unread: list[Unreachable] = []
     for pod in pods:
@@ -147,7 +147,7 @@ async def _watch(
         while True:
             pods: list[Manifest] = []
             with contextlib.suppress(Unreachable):  # for as long as the user has patience
-                pods, _ = await cluster.find(kinds.POD, naming.selector(name))
+                pods = await cluster.find(kinds.POD, naming.selector(name))
             for pod in pods:
                 key = pod["metadata"]["name"]
                 if key not in readers and _has_log(pod):
@@ -182,7 +182,7 @@ async def _pump(cluster: Cluster, pod: Manifest, lines: asyncio.Queue[Line | Non
             if error.code != 429 and error.code < 500:
                 raise
             broken = True
-        except (Unreachable, Expired):
+        except Unreachable:
             broken = True  # there may be more, although the pod has ended
         if ended:
             if not broken:

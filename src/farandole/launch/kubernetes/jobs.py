@@ -42,13 +42,13 @@ async def find(cluster: Cluster, name: str) -> Found:
         what = "There is no job" if not fitting else "There are several jobs that begin with"
         raise UsageError(f"{what} {name} in namespace {cluster.namespace}. There are: {names}.")
     kind, owner = fitting[0]
-    pods, _ = await cluster.find(kinds.POD, naming.selector(owner["metadata"]["name"]))
+    pods = await cluster.find(kinds.POD, naming.selector(owner["metadata"]["name"]))
     return Found(kind, owner, pods)
 
 
 async def everything(cluster: Cluster) -> list[Found]:
     """All jobs of the namespace, the newest first."""
-    owners, (pods, _) = await asyncio.gather(
+    owners, pods = await asyncio.gather(
         _owners(cluster), cluster.find(kinds.POD, naming.EVERY_JOB)
     )
     found = [
@@ -67,7 +67,7 @@ async def _owners(cluster: Cluster) -> list[tuple[kinds.Kind, Manifest]]:
 
     async def of(kind: kinds.Kind) -> list[Manifest] | Refused:
         try:
-            return (await cluster.find(kind, naming.EVERY_JOB))[0]
+            return await cluster.find(kind, naming.EVERY_JOB)
         except Refused as error:
             # An operator that is not installed, or whose jobs are not this user's business.
             if error.code in (403, 404):
@@ -136,7 +136,7 @@ async def delete(cluster: Cluster, found: Found) -> None:
 async def events(cluster: Cluster, found: Found) -> list[Manifest]:
     """What has happened to a job and its pods, oldest first."""
     mine = {found.owner["metadata"]["uid"]} | {pod["metadata"]["uid"] for pod in found.pods}
-    all_events, _ = await cluster.find(kinds.EVENT)
+    all_events = await cluster.find(kinds.EVENT)
     about = [each for each in all_events if each.get("involvedObject", {}).get("uid") in mine]
     return sorted(about, key=when)
 
@@ -172,7 +172,7 @@ async def _workloads(cluster: Cluster, found: Found) -> list[Manifest]:
     if "kueue.x-k8s.io/queue-name" not in found.owner["metadata"].get("labels", {}):
         return []
     try:
-        every, _ = await cluster.find(kinds.WORKLOAD)
+        every = await cluster.find(kinds.WORKLOAD)
     except Refused:
         return []  # without the right to see them, the job's own state has to do
     uid = found.owner["metadata"]["uid"]

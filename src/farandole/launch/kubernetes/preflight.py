@@ -132,7 +132,7 @@ def _one_node_only(name: str, claim: Manifest) -> list[str]:
 async def _quota(user: _User, submission: Submission) -> list[str]:
     if not await user.may("list", Right(kinds.QUOTA, ("list",))):
         return []  # it is the server that applies it, whether we may read it or not
-    quotas, _ = await user.cluster.find(kinds.QUOTA)
+    quotas = await user.cluster.find(kinds.QUOTA)
     spec = submission.spec
     nodes = spec.least_nodes
     wanted = {"pods": float(nodes), "count/jobs.batch": 1.0}

@@ -26,7 +26,7 @@ class Right:
         return f"{self.kind.plural}/{self.subresource}" if self.subresource else self.kind.plural
 
 
-_OWN = ("create", "get", "list", "watch", "patch", "delete")
+_OWN = ("create", "get", "list", "patch", "delete")
 _MADE = ("create", "get", "delete")
 
 
@@ -43,9 +43,9 @@ def needed(backend: str, *, queue: bool = False) -> tuple[Right, ...]:
         Right(kinds.CONFIG_MAP, _MADE),
         Right(kinds.SECRET, _MADE),
         Right(kinds.POLICY, _MADE),
-        Right(kinds.POD, ("get", "list", "watch")),
+        Right(kinds.POD, ("get", "list")),
         Right(kinds.POD, ("get",), "log"),
-        Right(kinds.EVENT, ("list", "watch")),
+        Right(kinds.EVENT, ("list",)),
     )
 
 
