@@ -58,6 +58,51 @@ def test_without_padding_each_sample_is_dealt_once_over_any_change(sizes: tuple[
     assert seen == Counter(SAMPLES)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 40])
+def test_weighted_means_average_to_the_mean_of_all_samples(size: int) -> None:
+    def be(_: int) -> list[float]:
+        hvd.init()
+        sampler = hvd.elastic.ElasticSampler(SAMPLES, pad=False)
+        means = [
+            sampler.weight(number) * sum(batch) / len(batch)
+            for number, batch in enumerate(sampler.batches(5))
+        ]
+        hvd.shutdown()
+        return means
+
+    by_rank = run_threads(size, be)
+    averages = [sum(means) / size for means in zip(*by_rank, strict=True)]
+    whole = size * 5
+    parts = [min(whole, len(SAMPLES) - start) for start in range(0, len(SAMPLES), whole)]
+    if len(parts) > 1 and parts[-1] < size:  # it goes to the batches before
+        parts[-2:] = [sum(parts[-2:])]
+    assert len(averages) == len(parts)
+    total = sum(average * part for average, part in zip(averages, parts, strict=True))
+    assert total == pytest.approx(sum(SAMPLES))
+
+
+def test_a_sample_that_counts_on_another_rank_has_no_weight() -> None:
+    def be(_: int) -> tuple[list[list[int]], list[float]]:
+        hvd.init()
+        sampler = hvd.elastic.ElasticSampler(SAMPLES, pad=False)
+        sampler.load_state_dict({"epoch": 0, "processed_num": len(SAMPLES) - 2})
+        taken = list(sampler.batches(5))
+        hvd.shutdown()
+        return taken, [sampler.weight(number) for number in range(len(taken))]
+
+    by_rank = run_threads(3, be)
+    assert [weights for _, weights in by_rank] == [[1.5], [1.5], [0.0]]
+    counted = [taken[0][0] for taken, (weight,) in by_rank if weight]
+    assert len(set(counted)) == 2
+
+
+def test_weights_belong_to_batches() -> None:
+    hvd.init()
+    with pytest.raises(UsageError, match="batches"):
+        hvd.elastic.ElasticSampler(SAMPLES, pad=False).weight(0)
+    hvd.shutdown()
+
+
 def test_with_padding_ranks_get_equally_many_and_nothing_is_missed() -> None:
     first = take(2, None, 3, pad=True)
     rest = take(4, first[0][1], 100, pad=True)

@@ -48,9 +48,7 @@ async def find(cluster: Cluster, name: str) -> Found:
 
 async def everything(cluster: Cluster) -> list[Found]:
     """All jobs of the namespace, the newest first."""
-    owners, pods = await asyncio.gather(
-        _owners(cluster), cluster.find(kinds.POD, naming.EVERY_JOB)
-    )
+    owners, pods = await asyncio.gather(_owners(cluster), cluster.find(kinds.POD, naming.EVERY_JOB))
     found = [
         Found(kind, owner, [pod for pod in pods if _belongs(pod, owner)]) for kind, owner in owners
     ]

@@ -24,7 +24,9 @@ class ElasticSampler(Sampler[int]):
         The first of them are repeated, as with Horovod: every rank gets equally many.
     ``pad=False``
         Each sample goes to exactly one rank. Take its :meth:`batches` as ``batch_sampler``: then
-        all ranks get equally many batches too, also at the end of an epoch.
+        all ranks get equally many batches too, also at the end of an epoch. When fewer samples
+        are left than there are ranks, some ranks get one that counts on another rank: it has
+        :meth:`weight` 0.
 
     The order is a function of ``seed`` and the epoch alone. A pass that is begun after a whole one,
     without :meth:`set_epoch` in between, is the next epoch's: an order is never repeated unawares.
@@ -132,6 +134,23 @@ class ElasticSampler(Sampler[int]):
             )
         self._batches = _ElasticBatches(self, batch_size, drop_last)
         return self._batches
+
+    def weight(self, batch_idx: int) -> float:
+        """What this rank's mean over that batch of :meth:`batches` is to be multiplied by.
+
+        The average over the ranks is then the mean over all samples of that step: 1 where all ranks
+        have equally many, 0 where this one's only sample counts on another rank.
+
+        Example::
+
+            for number, (x, y) in enumerate(loader):
+                loss = sampler.weight(number) * cross_entropy(model(x), y)
+        """
+        if self._batches is None:
+            raise UsageError(
+                "weight() belongs to batches(), and this sampler was not asked for any."
+            )
+        return self._batches.deal.weight(batch_idx, self.rank)
 
     @property
     def first(self) -> int:
