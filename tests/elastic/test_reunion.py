@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_driver import LIMIT, Hands
 from test_membership import Scene, events, play, policy, rules, some_hosts
@@ -171,6 +171,12 @@ def test_what_ends_while_it_waits_is_lost_or_has_finished() -> None:
 
 
 @given(rules, some_hosts, events, st.integers(0, 2))
+@example(  # a newcomer that was in no world dies with the driver
+    policy(3, least=1, on_loss="rank", on_loss_size="hold", patience=50.0),
+    [{"b": 2, "a": 1}],
+    [("start", 0), ("lose", 1), ("start", 0), ("start", 0), ("lose", 1)],
+    0,
+)
 @settings(max_examples=200, deadline=None)
 def test_after_any_history_training_goes_on_with_who_lives(
     wanted: Policy, hosts: list[dict[str, int]], history: list[tuple[str, int]], own: int
@@ -200,6 +206,10 @@ def test_after_any_history_training_goes_on_with_who_lives(
     if known is None:
         # Nobody has the state: all begin anew, under numbers of their own.
         scene.generation = dict.fromkeys(scene.alive, -1)
+    else:
+        # A number that nobody who lives has heard of may be given again.
+        heard_of = {*scene.alive, *known.members}
+        scene.generation = {n: of for n, of in scene.generation.items() if n in heard_of}
     scene.take(decided)
     scene.hosts(**slots)
     for n in again:

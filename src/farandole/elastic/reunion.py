@@ -22,7 +22,8 @@ processes, none of which was in a world  after :data:`LAST`
 What comes later is of an earlier job: it is ended, and begins anew.
 
 The last world that was published may have reached nobody who is here. So the next one's number is
-two above the latest that is known: no two worlds ever have the same number.
+two above the latest that is known: no two worlds ever have the same number. The number of a process
+that nobody who lives has heard of may be given again: it has left nothing to be mistaken for.
 """
 
 from __future__ import annotations
