@@ -20,6 +20,7 @@ from collections.abc import Callable
 from farandole.core import forks
 from farandole.core.clock import SYSTEM_CLOCK
 from farandole.core.errors import FarandoleBug
+from farandole.core.promptness import be_prompt
 
 JOIN_LIMIT = 10.0
 """Seconds that the thread may take to end; longer means that a callback blocks it."""
@@ -129,6 +130,7 @@ class Loop:
         self._close_descriptors()
 
     def _run(self) -> None:
+        be_prompt()
         try:
             while not self._stopping:
                 for key, events in self._selector.select(self._sleep_limit()):

@@ -15,6 +15,7 @@ from farandole.core import wire
 from farandole.core.address import Address
 from farandole.core.clock import Deadline
 from farandole.core.errors import ConnectionLost
+from farandole.core.promptness import be_prompt
 
 FAREWELL_LIMIT = 1.0
 """Seconds that a goodbye waits for its answer, and closing for the thread."""
@@ -87,6 +88,7 @@ class SocketLink:
             self._thread.join(FAREWELL_LIMIT)
 
     def _listen(self) -> None:
+        be_prompt()
         ended_by: Exception | None = None
         try:
             while self._on_news(message.unpack(self._connection.receive(FOREVER))):
