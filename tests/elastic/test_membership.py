@@ -80,6 +80,15 @@ class Scene:
         self.told_to_leave.discard(number)
         return self.take(self.members.on_exit(number, well=well, now=self.now))
 
+    def obey(self) -> None:
+        """All that live do what they have been told to, and newcomers come."""
+        for number in sorted(self.alive):
+            new = self.generation[number] < 0 and number not in self.waiting
+            if self.members.workers[number].going:
+                self.exit(number, well=True)
+            elif number in self.told_to_leave or new:
+                self.ready(number)
+
     def hosts(self, **slots: int) -> list[m.Decision]:
         return self.take(self.members.on_hosts(slots, self.now))
 
@@ -567,13 +576,7 @@ def test_any_history(
         if scene.members.failed:
             assert isinstance(scene.log[-1], m.Fail) or scene.of(m.Fail)
             return
-        for number in sorted(scene.alive):
-            if scene.members.workers[number].going:
-                scene.exit(number, well=True)
-            elif number in scene.told_to_leave or (
-                scene.generation[number] < 0 and number not in scene.waiting
-            ):
-                scene.ready(number)
+        scene.obey()
         check(scene, rules)
         due = scene.members.next_due(scene.now)
         if due is not None:

@@ -218,13 +218,7 @@ def test_after_any_history_training_goes_on_with_who_lives(
     for _ in range(300):
         if scene.members.failed:
             return
-        for number in sorted(scene.alive):
-            if scene.members.workers[number].going:
-                scene.exit(number, well=True)
-            elif number in scene.told_to_leave or (
-                scene.generation[number] < 0 and number not in scene.waiting
-            ):
-                scene.ready(number)
+        scene.obey()
         due = scene.members.next_due(scene.now)
         if due is not None:
             scene.at(due)

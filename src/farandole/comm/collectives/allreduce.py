@@ -20,9 +20,6 @@ SHARED_BYTES = 256 * 1024
 """Larger buffers travel alone: copying them costs more than an operation of their own."""
 
 
-_AS_IT_IS = Scale()
-
-
 @dataclass(slots=True)
 class _Batch:
     """Tensors of one dtype, fused."""
@@ -96,7 +93,10 @@ class AllreduceRequest(TensorRequest[list[Tensor]]):
         carrier = dtypes.carrier_of(sources[0].dtype, self._op)
         target = self._only_target(sources, carrier)
         if target is not None:
-            return _Batch(carrier, indices, carrier.load(request.flat(target), _AS_IT_IS), target)
+            # Unscaled: the scale is neutral then.
+            return _Batch(
+                carrier, indices, carrier.load(request.flat(target), self._prescale), target
+            )
         pieces = [carrier.load(request.flat(source), self._prescale) for source in sources]
         if self._berth is None:
             return _Batch(carrier, indices, request.joined(pieces), None)
